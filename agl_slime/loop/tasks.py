@@ -147,16 +147,18 @@ class TaskCursor:
 
 
 class ValidationTasks:
-    """The first ``n`` tasks of ``source``, the same in every validation, so that validations can be compared."""
+    """The first ``n`` tasks of ``source``, each ``times`` in succession, the same in every validation, so that
+    validations can be compared."""
 
-    def __init__(self, source: TaskSource, *, n: int) -> None:
-        self._source, self._n = source, n
+    def __init__(self, source: TaskSource, *, n: int, times: int = 1) -> None:
+        self._source, self._n, self._times = source, n, times
         self._tasks: list[Task] = []
 
     def draw(self) -> list[TaskGroup]:
         """A new group of rollouts for each task. The first call makes the tasks."""
         if not self._tasks:
-            self._tasks = [group.task for group in TaskCursor(self._source, named=False).take(self._n)]
+            groups = TaskCursor(self._source, named=False).take(self._n)
+            self._tasks = [group.task for group in groups for _ in range(self._times)]
         name = uuid.uuid4().hex
         return [TaskGroup(f"{name}-{number}", task) for number, task in enumerate(self._tasks)]
 

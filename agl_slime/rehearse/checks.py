@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from agl_slime.errors import ConfigError
@@ -16,8 +17,8 @@ from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import DRIVERS, Played, RayNode, Training
-from agl_slime.train.slime.args import setting_names
-from agl_slime.train.slime.flags import without_effect
+from agl_slime.train.slime.args import PluginSettings, setting_names
+from agl_slime.train.slime.flags import GENERATE_HOOK, without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 
 OURS = "agl_slime.slime_hooks.generate_rollout"
@@ -52,7 +53,8 @@ class Arguments:
     """slime's arguments by attribute; an absent one is ``None``."""
 
     def __init__(self, values: Mapping[str, Any], training: Training) -> None:
-        self.values = {**values, "driver": Path(training.script).name}
+        sets = [SimpleNamespace(**one) for one in values.get("eval_datasets") or ()]
+        self.values = {**values, "driver": Path(training.script).name, "eval_datasets": sets}
         self.training = training
 
     def __getattr__(self, name: str) -> Any:
@@ -401,7 +403,7 @@ def _context_of(args: Arguments) -> tuple[int, str] | None:
 
 def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     sets = [("--prompt-data", args.prompt_data)]
-    sets += [(f"--eval-prompt-data {one['name']}", one["path"]) for one in args.eval_datasets or ()]
+    sets += [(f"--eval-prompt-data {one.name}", one.path) for one in args.eval_datasets]
     for flag, given in sets:
         if not given:
             continue
@@ -430,8 +432,14 @@ def _keys(args: Arguments, where: str, rows: list[Any]) -> Iterator[Finding]:
 
 
 def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    ours = (args.data_source_path or "").startswith("agl_slime")
+    if (ours or args.custom_generate_function_path == GENERATE_HOOK) and args.agl_runners != "controller":
+        try:
+            PluginSettings.from_args(args, {})
+        except ConfigError as error:
+            yield Finding("breaks", str(error))
     if args.rollout_function_path != OURS:
-        if (args.data_source_path or "").startswith("agl_slime") and "fully_async" not in args.rollout_function_path:
+        if ours and "fully_async" not in args.rollout_function_path:
             what = f"{args.rollout_function_path} aborts the requests of our agents after each batch"
             yield _costs(what, f"give --rollout-function-path {OURS}")
         return

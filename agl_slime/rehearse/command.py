@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,20 +29,10 @@ _MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 
 
-@dataclass(frozen=True)
-class MeasuredSpeeds:
+class MeasuredSpeeds(make_dataclass("Fields", [(one.name, float | None, None) for one in fields(Speeds)], frozen=True)):
     """Measured speeds, in place of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
     prefilled token, a training step, a token of its batch, a weight update, a handover of shared GPUs, and tools and
     reward of a rollout."""
-
-    token_s: float | None = None
-    token_s_per_sequence: float | None = None
-    prefill_token_s: float | None = None
-    train_s: float | None = None
-    train_token_s: float | None = None
-    sync_s: float | None = None
-    offload_s: float | None = None
-    agent_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -194,16 +184,10 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
         rows, before = [], 0.0
         for number, step in enumerate(rehearsal.forecasts[0][1].steps):
             seconds = step.synced - before
-            trained, waited = step.trained - step.began, max(0.0, step.began - before) / seconds
-            row = {
-                "iteration": number,
-                names.ITERATION_S: seconds,
-                names.TRAIN_S: trained,
-                names.TRAINER_WAITED: waited,
-            }
-            row |= {names.TOKENS_PER_S: step.tokens / seconds, names.STALENESS_MEAN: step.behind}
-            count = rehearsal.shape.groups * rehearsal.shape.size
-            rows.append(row | {names.COUNT: count, names.WEIGHTS_VERSION: number + 1})
+            row = {"iteration": number, names.ITERATION_S: seconds, names.TRAIN_S: step.trained - step.began}
+            row |= {names.TRAINER_WAITED: max(0.0, step.began - before) / seconds, names.STALENESS_MEAN: step.behind}
+            row |= {names.TOKENS_PER_S: step.tokens / seconds, names.WEIGHTS_VERSION: number + 1}
+            rows.append(row | {names.COUNT: rehearsal.shape.groups * rehearsal.shape.size})
             before = step.synced
         write_file(run.metrics, b"".join(dump(row) for row in rows))
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))

@@ -47,13 +47,8 @@ class Engine:
         tokens = await answer
         reason = "abort" if tokens < self._tokens.pop(number) else "length" if wanted > most else "stop"
         ids = [self._rng.choice(_VOCABULARY) for _ in range(tokens)]
-        meta = {
-            "id": str(number),
-            "finish_reason": {"type": reason},
-            "weight_version": self.version,
-            "cached_tokens": 0,
-        }
-        meta |= {"prompt_tokens": len(body.get("input_ids") or ()), "completion_tokens": tokens}
+        meta = {"id": str(number), "finish_reason": {"type": reason}, "weight_version": self.version}
+        meta |= {"prompt_tokens": len(body.get("input_ids") or ()), "completion_tokens": tokens, "cached_tokens": 0}
         meta["output_token_logprobs"] = [[-1.0, one, None] for one in ids]
         return {"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta}
 

@@ -293,9 +293,8 @@ class _Run:
                 self.later(self.speeds.agent_s, lambda rollout=rollout: self.end(rollout))
             elif not self.timers:
                 limit = f"agl_max_staleness {self.shape.max_staleness}"
-                raise ConfigError(
-                    f"{limit}: train_async.py waits for rollouts that it may not sample yet; set 1 or more"
-                )
+                what = "train_async.py waits for rollouts that it may not sample yet"
+                raise ConfigError(f"{limit}: {what}; set 1 or more")
             else:
                 self.now, _, do = heapq.heappop(self.timers)
                 do()

@@ -112,7 +112,7 @@ def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokeni
     given = {"num-rollout": steps, "rollout-max-response-len": shape.max_tokens, "save": scratch / "saved"}
     given |= {"save-interval": 10**6, "num-gpus-per-node": args.num_gpus_per_node}
     if args.eval_interval is not None:
-        given["eval-interval"] = 10**6
+        given |= {"eval-interval": 10**6} if args.eval_datasets else {}  # else --custom-config-path gives it
         flags.append("--skip-eval-before-train")
     if not args.hf_checkpoint or not args.path(args.hf_checkpoint).is_dir():
         given["hf-checkpoint"] = _model(args, tokenizer, scratch)

@@ -53,15 +53,10 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     ours = str(Path(__file__).parents[2])
     given = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
     box = Box(scratch, sandbox=sandbox, mapped=training.mapped)
-    request = {
-        "flags": training.flags,
-        "launcher": training.launcher,
-        "standins": str(STANDINS),
-        "slime": str(slime_dir.resolve()),
-        "scratch": str(box.home),
-        "path": [str(Path(training.cwd, training.script).parent), *given, ours],
-        "settings": _settings({**os.environ, **training.env}),
-    }
+    request: dict[str, Any] = {"flags": training.flags, "launcher": training.launcher, "standins": str(STANDINS)}
+    request |= {"slime": str(slime_dir.resolve()), "scratch": str(box.home)}
+    request["path"] = [str(Path(training.cwd, training.script).parent), *given, ours]
+    request["settings"] = _settings({**os.environ, **training.env})
     asked = box.write("parse.json", json.dumps(request))
     needs = [json.dumps(request), sys.prefix, ours]
     cwd = Path(training.cwd) if training.path(training.cwd).is_dir() else slime_dir

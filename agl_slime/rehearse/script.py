@@ -38,18 +38,12 @@ _UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
 _SET = re.compile(r"(?:^|[\s;(])(?:(?:export|local|readonly|declare)\s+)?([A-Za-z_][A-Za-z0-9_]*)(?:\[[^]\n]*\])?\+?=")
 _LOOPED = re.compile(r"\b(?:for|printf\s+-v|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
 _TESTED = re.compile(r"-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)")
+# an unset variable is a false comparison there; in [ ] an unquoted one is an error
+_COMPARED = re.compile(r"\[\[ .*? \]\]|\bcase\s+\S+\s+in\b|(?<![\w$])\[ (?:\"[^\"\n]*\"|[^]\s$]+|[ \t])+\]")
 _SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
 _SHELLS |= {"NF", "NR"}  # awk's
-_NOT_MADE = {
-    "rm",
-    "rmdir",
-    "mkdir",
-    "touch",
-    "chmod",
-    "chown",
-    "pkill",
-    "ssh",
-}  # others may write the paths that they name
+# others may write the paths that they name
+_NOT_MADE = {"rm", "rmdir", "mkdir", "touch", "chmod", "chown", "pkill", "ssh"}
 _VALUED = set("bcDEeFIiJLlmOopQRSWw")  # ssh's and pdsh's options with a value
 
 
@@ -262,12 +256,12 @@ def _text(value: Any) -> str:
 
 
 def _unset_variables(text: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Variables that the script reads without a default or a test, and neither sets nor gets."""
+    """Variables that the script reads without a default or a test, not to compare, and neither sets nor gets."""
     text = "\n".join(line for line in text.splitlines() if "PYTHONPATH" not in line)  # where an empty part is no harm
     text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _LITERAL.sub("", text))
     defaulted = {name for name, default in _UNSET.findall(text) if default}
     assigned = {*_SET.findall(text), *_LOOPED.findall(text), *_TESTED.findall(text)} | defaulted | _SHELLS
-    for name in dict.fromkeys(name for name, _ in _UNSET.findall(text)):
+    for name in dict.fromkeys(name for name, _ in _UNSET.findall(_COMPARED.sub(" ", text))):
         if name.isupper() and name not in assigned and name not in environ and not name.endswith("_ARGS"):
             yield name
 

@@ -33,20 +33,10 @@ async def test_documented_start_payload_is_sent(tmp_path):
         args = args_for(url, tmp_path, hf_checkpoint="/path/to/tokenizer", **sizes)
         answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
     assert answer == {"message": "Rollout started"}
-    assert payloads == [
-        {
-            "num_process": 1024,
-            "num_epoch": 3,
-            "remote_engine_url": "http://127.0.0.1:3000",
-            "task_type": "sums",
-            "input_file": str(tmp_path / "prompts.jsonl"),
-            "num_repeat_per_sample": "8",
-            "max_tokens": 64,
-            "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9},
-            "tokenizer_path": "/path/to/tokenizer",
-            "skip_instance_ids": ["id1", "id2"],
-        }
-    ]
+    where = {"remote_engine_url": "http://127.0.0.1:3000", "input_file": str(tmp_path / "prompts.jsonl")}
+    run = {"num_process": 1024, "num_epoch": 3, "num_repeat_per_sample": "8", "skip_instance_ids": ["id1", "id2"]}
+    sampling = {"max_tokens": 64, "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9}}
+    assert payloads == [{**where, **run, **sampling, "task_type": "sums", "tokenizer_path": "/path/to/tokenizer"}]
 
 
 async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):

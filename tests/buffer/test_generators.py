@@ -66,17 +66,9 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
         BufferServer(settings=settings_for(tmp_path, generators=None)) as server,
         Client(server.url) as client,
     ):
-        payload = {
-            "num_process": 8,
-            "num_epoch": 2,
-            "remote_engine_url": engine.url,
-            "task_type": "math",
-            "input_file": write_problems(tmp_path),
-            "num_repeat_per_sample": "4",
-            "max_tokens": 64,
-            "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9},
-            "skip_instance_ids": ["math_0"],
-        }
+        payload = {"num_process": 8, "num_epoch": 2, "num_repeat_per_sample": "4", "skip_instance_ids": ["math_0"]}
+        payload |= {"remote_engine_url": engine.url, "input_file": write_problems(tmp_path), "task_type": "math"}
+        payload |= {"max_tokens": 64, "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9}}
         assert (await client.post("/start_rollout", payload))[0] == 200
         data: list[dict[str, Any]] = []
 
@@ -274,14 +266,9 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
         BufferServer(settings=settings_for(tmp_path)) as server,
         Client(server.url) as client,
     ):
-        payload = {
-            "remote_engine_url": engine.url,
-            "remote_buffer_url": server.url,
-            "task_type": "your_task_name",
-            "input_file": write_problems(tmp_path),
-            "num_repeat_per_sample": "2",
-            "sampling_params": {"max_tokens": 8, "temperature": 0.5},
-        }
+        payload = {"remote_engine_url": engine.url, "remote_buffer_url": server.url, "task_type": "your_task_name"}
+        payload |= {"input_file": write_problems(tmp_path), "num_repeat_per_sample": "2"}
+        payload["sampling_params"] = {"max_tokens": 8, "temperature": 0.5}
         await asyncio.to_thread(run_rollout, payload)
         data = await client.read()
     assert Counter(entry["instance_id"] for entry in data) == {"math_0": 2, "math_1": 2, "math_2": 2}

@@ -26,19 +26,11 @@ def start_payload(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     (tmp_path / "input.jsonl").write_text(
         "".join(json.dumps({"instance_id": f"id{n}", "prompt": "?"}) + "\n" for n in range(3))
     )
-    return {
-        "num_process": 1024,
-        "num_epoch": 3,
-        "remote_engine_url": "http://sglang-router:3000",
-        "task_type": "sums",
-        "input_file": str(tmp_path / "input.jsonl"),
-        "num_repeat_per_sample": "2",
-        "max_tokens": 8192,
-        "sampling_params": {"max_tokens": 8192, "temperature": 0.8, "top_p": 0.9},
-        "tokenizer_path": "/path/to/tokenizer",
-        "skip_instance_ids": ["id1", "id2"],
-        **changes,
-    }
+    sampling = {"max_tokens": 8192, "temperature": 0.8, "top_p": 0.9}
+    run = {"num_process": 1024, "num_epoch": 3, "num_repeat_per_sample": "2", "skip_instance_ids": ["id1", "id2"]}
+    where = {"remote_engine_url": "http://sglang-router:3000", "input_file": str(tmp_path / "input.jsonl")}
+    sizes = {"task_type": "sums", "max_tokens": 8192, "tokenizer_path": "/path/to/tokenizer"}
+    return {**run, **where, **sizes, "sampling_params": sampling, **changes}
 
 
 async def _run_is(client: Client, task: str, state: str) -> dict[str, Any] | None:

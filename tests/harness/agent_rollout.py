@@ -66,22 +66,10 @@ class DataBuffer:
 def args_for(url: str, tmp_path: Path, *, instances: int = 4, **changes: Any) -> SimpleNamespace:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"instance_id": f"id{n}"}) + "\n" for n in range(instances)))
-    values = {
-        "agent_rollout_buffer_url": url,
-        "rollout_task_type": "sums",
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "rollout_max_response_len": 64,
-        "rollout_temperature": 0.8,
-        "rollout_top_p": 0.9,
-        "num_epoch": 1,
-        "prompt_data": str(file),
-        "hf_checkpoint": None,
-        "sglang_router_ip": "127.0.0.1",
-        "sglang_router_port": 3000,
-        "rewards_normalization": False,
-        "fetch_trajectory_retry_times": 3,
-    }
+    values = {"agent_rollout_buffer_url": url, "rollout_task_type": "sums", "prompt_data": str(file), "num_epoch": 1}
+    values |= {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 64}
+    values |= {"rollout_temperature": 0.8, "rollout_top_p": 0.9, "hf_checkpoint": None, "rewards_normalization": False}
+    values |= {"sglang_router_ip": "127.0.0.1", "sglang_router_port": 3000, "fetch_trajectory_retry_times": 3}
     return SimpleNamespace(**{**values, **changes})
 
 

@@ -24,14 +24,8 @@ from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import QUICK, ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
-SMALL = {
-    "num_iterations": 1,
-    "rollout_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "rollout_timeout_s": 60.0,
-    "max_replaced_groups": 0,
-    "failure_patience_s": 0,
-}
+SMALL = {"num_iterations": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_timeout_s": 60.0}
+SMALL |= {"max_replaced_groups": 0, "failure_patience_s": 0}
 # waits for every member of a group, so that all failures are counted
 PATIENT = DataSourceSettings(get_timeout_s=60, policy=MinimumViableGroup(drop_early=False))
 _ARGUMENTS = {"sync": "weight_sync_fn", "save": "save_fn"}

@@ -38,18 +38,9 @@ class HeldAgent(ContractAgent):
 
 def args_for(**settings: Any) -> Namespace:
     """The minimal args of slime's contract tests, and ours."""
-    minimal = {
-        "rollout_global_dataset": False,
-        "buffer_filter_path": None,
-        "n_samples_per_prompt": 2,
-        "custom_rm_path": None,
-        "group_rm": False,
-        "rm_type": None,
-        "reward_key": None,
-        "agl_get_timeout_s": 30,
-        "agl_max_attempts": 1,
-    }
-    return Namespace(**{**minimal, **settings})
+    minimal = dict.fromkeys(("buffer_filter_path", "custom_rm_path", "rm_type", "reward_key"))
+    minimal |= {"rollout_global_dataset": False, "n_samples_per_prompt": 2, "group_rm": False}
+    return Namespace(**{**minimal, "agl_get_timeout_s": 30, "agl_max_attempts": 1, **settings})
 
 
 def write_tasks(path: Path, n: int) -> str:

@@ -20,20 +20,10 @@ def make_model(*, seed: int = 0, attention_dropout: float = 0.0, tied: bool = Tr
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.08,
-        attention_dropout=attention_dropout,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 512, "vocab_size": VOCABULARY}
+    values = {"tie_word_embeddings": tied, "initializer_range": 0.08, "attention_dropout": attention_dropout}
+    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **values)).eval()
 
 
 def save_policy(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:

@@ -90,55 +90,21 @@ def save_qwen2_vl(path: Path) -> Path:
     tokenizer.pad_token, tokenizer.chat_template = "<|video_pad|>", QWEN
     tokenizer.save_pretrained(path)
     _, start, end, image, video = tokenizer.convert_tokens_to_ids(list(_QWEN_TOKENS))
-    pictures = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "min_pixels": 28 * 28,
-        "max_pixels": 28 * 28 * 64,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.25, 0.25, 0.25],
-    }
+    pictures = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    pictures |= {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 64, "patch_size": 14, "temporal_patch_size": 2}
+    pictures |= {"merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
     (path / "preprocessor_config.json").write_text(json.dumps(pictures))
-    config = {
-        "architectures": ["Qwen2VLForConditionalGeneration"],
-        "model_type": "qwen2_vl",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "hidden_act": "silu",
-        "initializer_range": 0.2,  # answers depend on the image
-        "eos_token_id": tokenizer.eos_token_id,
-        "image_token_id": image,
-        "video_token_id": video,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "vision_config": {
-            "depth": 2,
-            "embed_dim": 64,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "in_channels": 3,
-            "in_chans": 3,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-            "spatial_patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "initializer_range": 0.2,
-        },
-    }
+    config: dict[str, Any] = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    config |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    config |= {"rope_theta": 1_000_000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    config |= {"tie_word_embeddings": False, "torch_dtype": "float32", "hidden_act": "silu"}
+    config |= {"eos_token_id": tokenizer.eos_token_id, "image_token_id": image, "video_token_id": video}
+    config |= {"vision_start_token_id": start, "vision_end_token_id": end, "initializer_range": 0.2}
+    eyes = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "in_channels": 3, "in_chans": 3}
+    eyes |= {"mlp_ratio": 2, "patch_size": 14, "spatial_patch_size": 14, "spatial_merge_size": 2}
+    eyes |= {"temporal_patch_size": 2, "initializer_range": 0.2}  # answers depend on the image
+    config["vision_config"] = eyes
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = transformers.Qwen2VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(path)).float()

@@ -64,7 +64,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     if args is not None:
         answer["args"] = {name: value for name, value in args.items() if _plain(value)}
         datasets = args.get("eval_datasets") or ()
-        answer["args"]["eval_datasets"] = [{"name": one.name, "path": one.path} for one in datasets]
+        answer["args"]["eval_datasets"] = [vars(one) for one in datasets if _plain(vars(one))]
         answer["args"] = {**request["settings"], **answer["args"]}
         _resolve(answer["args"], answer)
     return answer
@@ -124,7 +124,8 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
                 validate(args)
         if args.load == args.ref_load:
             args.load = load_from
-        args.ref_load, args.eval_interval = ref_load, interval
+        args.ref_load = ref_load
+        args.eval_interval = interval if args.eval_interval is None else args.eval_interval  # of --custom-config-path
         for name, path in away.items():
             setattr(args, name, path)
         args.rollout_external_engine_addrs, args.rollout_external = engines, engines is not None

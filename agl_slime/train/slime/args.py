@@ -22,38 +22,24 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url
+from agl_slime.train.slime.flags import evaluates, refused_keys
 from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.replay import replay_sampling
 
 # slime's sampling flags, without the prefix rollout_ or eval_, by SGLang's names.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "max_new_tokens": "max_response_len",
-    "min_new_tokens": "min_new_tokens",
-    "context_length": "max_context_len",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-}
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")}
+_SAMPLING |= {"max_new_tokens": "max_response_len", "context_length": "max_context_len"}
+# keys of evaluation data sets alone
+_SAMPLING_OF_SETS = {name: name for name in ("repetition_penalty", "skip_special_tokens", "no_stop_trim")}
 
 
 _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
 # settings that are fields of another room's class
-_PATHS = {
-    "env_map": "controller.env_map",
-    "job_template": "controller.job_template",
-    "controller_python": "controller.python",
-    "controller_host": "controller.host",
-    "controller_port": "controller.port",
-    "controller_log": "controller.log",
-    "max_attempts": "loop.max_attempts",
-    "rollout_timeout_s": "loop.rollout_timeout_s",
-    "eval_rollouts": "loop.eval_rollouts",
-    "group_max_retries": "group.max_retries",
-    "group_timeout_s": "group.timeout_s",
-}
+_PATHS = {name: f"controller.{name}" for name in ("env_map", "job_template")}
+_PATHS |= {f"controller_{name}": f"controller.{name}" for name in ("python", "host", "port", "log")}
+_PATHS |= {name: f"loop.{name}" for name in ("max_attempts", "rollout_timeout_s", "eval_rollouts")}
+_PATHS |= {f"group_{name}": f"group.{name}" for name in ("max_retries", "timeout_s")}
 _LOOP = {"max_attempts": 2, "rollout_timeout_s": 1800.0}
 """Defaults of slime's own loop, other than ours."""
 
@@ -133,6 +119,8 @@ class PluginSettings(BaseModel):
     """The same of evaluations, with slime's ``--eval-…``."""
     eval_sets: tuple[EvalSet, ...] = ()
     """slime's evaluation data sets, unless ``eval_tasks`` is given."""
+    eval_samples: Annotated[int, Field(ge=1)] = 1
+    """Rollouts of each other task of evaluations: slime's ``--n-samples-per-eval-prompt``."""
     blocking: bool = True
     """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
     event loop and polls again after an empty list."""
@@ -191,7 +179,7 @@ class PluginSettings(BaseModel):
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:
             values.setdefault("llm_url", http_url(host, port))
-        sampling = _sampling(args, "rollout") | _template_kwargs(args)
+        sampling, sets = _sampling(args, "rollout") | _template_kwargs(args), _eval_sets(args, values)
         values |= {
             # main has no such switch, and always a data set
             "prompt_data": prompt_data(args)
@@ -200,7 +188,8 @@ class PluginSettings(BaseModel):
             "model": getattr(args, "hf_checkpoint", None),
             "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
-            "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
+            "eval_sets": sets,
+            "eval_samples": getattr(args, "n_samples_per_eval_prompt", None) or 1,
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
         if environ.get(PUBLIC_HOST_VARIABLE):
@@ -215,7 +204,7 @@ class PluginSettings(BaseModel):
 
 def setting_names() -> set[str]:
     """The names of all settings, ``agl_…``."""
-    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "blocking"}
+    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "eval_samples", "blocking"}
     rooms = {path.partition(".")[0] for path in _PATHS.values()}
     return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - of_slime - rooms}
 
@@ -248,19 +237,34 @@ def _named_error(error: ValidationError) -> ConfigError:
     return ConfigError(f"{names[0]} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
-def _eval_sets(args: Any) -> list[dict[str, Any]]:
+def _eval_sets(args: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The values of ``EvalSet`` of slime's data sets. Raises ``ConfigError`` for keys and settings without effect."""
+    tasks, rollouts = values.get("eval_tasks"), values["loop"].get("eval_rollouts")
+    if (setting := tasks or rollouts) is not None:
+        named = f"agl_eval_{'tasks' if tasks else 'rollouts'} {setting} has no effect"
+        if not evaluates(args):
+            raise ConfigError(f"{named}: give --eval-function-path agl_slime.slime_hooks.generate_rollout")
+        if getattr(args, "eval_interval", 1) is None:
+            raise ConfigError(f"{named}, as slime evaluates nothing: set eval_interval beside it, or leave it out")
+        if tasks is not None:
+            return []
+        if getattr(args, "eval_datasets", None):
+            raise ConfigError(f"{named}, as slime's data sets are evaluated in full: leave one out")
+    for refused in refused_keys(args):
+        raise ConfigError(refused)
+    if not evaluates(args):
+        return []
+    limit = getattr(args, "eval_max_prompt_len", None)
+    shared = _sampling(args, "rollout") | _template_kwargs(args) | _sampling(args, "eval")
+    names = _SAMPLING | _SAMPLING_OF_SETS
     return [
         {
             "name": given.name,
-            "data": _data(given, given.path, max_prompt_len=getattr(args, "eval_max_prompt_len", None)),
+            "data": _data(
+                given, given.path, max_prompt_len=limit, metadata_overrides=getattr(given, "metadata_overrides", {})
+            ),
             "samples": getattr(given, "n_samples_per_eval_prompt", None) or 1,
-            "sampling": {
-                **_sampling(args, "rollout"),
-                **_template_kwargs(args),
-                **_sampling(args, "eval"),
-                **_sampling(given, ""),
-                **_template_kwargs(given),
-            },
+            "sampling": shared | _sampling(given, "", names) | _template_kwargs(given),
         }
         for given in getattr(args, "eval_datasets", None) or ()
     ]
@@ -277,6 +281,6 @@ def context_length(args: Any, *, evaluation: bool = False) -> dict[str, Any]:
     return {} if length is None else {"context_length": length}
 
 
-def _sampling(args: Any, prefix: str) -> dict[str, Any]:
-    values = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in _SAMPLING.items()}
+def _sampling(args: Any, prefix: str, names: Mapping[str, str] = _SAMPLING) -> dict[str, Any]:
+    values = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in names.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -80,13 +80,14 @@ class Connection(Producer):
         for given in settings.eval_sets:
             lines = given.data.read(tokenizer, flag=f"evaluation data set {given.name}:")
             # the rollouts of a line in succession, as slime's pass rate counts them
-            rows = OrderedTasks(tasks=[line for line in lines for _ in range(given.samples)])
-            held_out = ValidationTasks(rows, n=len(lines) * given.samples)
+            held_out = ValidationTasks(OrderedTasks(tasks=lines), n=len(lines), times=given.samples)
             self.evals.append(Evaluation(given.name, held_out, given.sampling))
-        path = settings.eval_tasks
+        path, n, times = settings.eval_tasks, settings.loop.eval_rollouts, settings.eval_samples
         drawn = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")
         if drawn is not None and not self.evals:
-            held_out = ValidationTasks(as_task_source(drawn, seed=seed + 1), n=settings.loop.eval_rollouts)
+            if n % times:
+                raise ConfigError(f"agl_eval_rollouts {n} is no multiple of --n-samples-per-eval-prompt {times}")
+            held_out = ValidationTasks(as_task_source(drawn, seed=seed + 1), n=n // times, times=times)
             self.evals.append(Evaluation("agl", held_out))
         if self._runner is not None and self.tasks is None:
             fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"

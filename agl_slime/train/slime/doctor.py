@@ -87,9 +87,8 @@ def _rewards() -> str:
 
     if normalizes_by_group():
         return "slime normalises by group_index, one reward per rollout: normalize_rewards is not needed"
-    return (
-        "slime normalises by position: give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
-    )
+    fix = "give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
+    return f"slime normalises by position: {fix}"
 
 
 def _data_source() -> str:

@@ -1,4 +1,4 @@
-"""slime's flags of rollouts and data that have no effect under our hooks."""
+"""slime's flags of rollouts and data, and keys of ``--eval-config``, that have no effect under our hooks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 _ROLLOUT_HOOK = "agl_slime.slime_hooks.generate_rollout"
+GENERATE_HOOK = "agl_slime.slime_hooks.generate"
 _REWARD = "the reward is the agent's"
 _BUFFER = "agl_slime.buffer.agent_rollout reads it"
 
@@ -43,6 +44,17 @@ WITHOUT_EFFECT = (
     Ignored("rollout_task_type", "math", _BUFFER),
     Ignored("loss_mask_type", "qwen", _BUFFER),
 )
+# keys of an evaluation data set that our evaluations read, and why the others have no effect
+_EVALUATED = """name path input_key label_key tool_key metadata_key multimodal_keys metadata_overrides temperature top_p
+    top_k n_samples_per_eval_prompt apply_chat_template_kwargs max_response_len min_new_tokens stop stop_token_ids
+    repetition_penalty skip_special_tokens no_stop_trim"""
+EVALUATED = {*_EVALUATED.split()}
+_WHY = {
+    "rm_type": f"{_REWARD} (metadata_overrides add it to tasks)",
+    "custom_rm_path": _REWARD,
+    "custom_generate_function_path": "the agent samples",
+    "apply_chat_template": "agents' prompts go through the model's template",
+}
 
 
 def without_effect(args: Any) -> Iterator[Ignored]:
@@ -55,6 +67,27 @@ def without_effect(args: Any) -> Iterator[Ignored]:
         derived = flag.name == "over_sampling_batch_size" and value == getattr(args, "rollout_batch_size", None)
         if value not in (flag.default, None) and not derived:
             yield flag
+
+
+def evaluates(args: Any) -> bool:
+    """Whether our rollout function evaluates, and not one of slime's."""
+    function = getattr(args, "eval_function_path", None) or getattr(args, "rollout_function_path", None)
+    return function in (None, _ROLLOUT_HOOK)
+
+
+def refused_keys(args: Any) -> Iterator[str]:
+    """A sentence for each key of slime's evaluation data sets that would have no effect: in our evaluations, and in
+    slime's on samples of our ``generate``, whose reward is the agent's."""
+    flags = {name: getattr(args, name, None) for name in ("rm_type", "custom_rm_path", "custom_generate_function_path")}
+    flags["apply_chat_template"] = getattr(args, "apply_chat_template", None) or False
+    for given in getattr(args, "eval_datasets", None) or ():
+        keys = {name: value for name, value in vars(given).items() if value not in (None, {}, flags.get(name))}
+        generate = keys.get("custom_generate_function_path") or flags["custom_generate_function_path"]
+        rewards = {"rm_type", "custom_rm_path"} if generate == GENERATE_HOOK else set()
+        for name in sorted(keys.keys() - EVALUATED if evaluates(args) else keys.keys() & rewards):
+            why, value = _WHY.get(name, "nothing reads it"), keys[name]
+            if not (name == "apply_chat_template" and value) and not str(value).startswith("agl_slime.slime_hooks."):
+                yield f"evaluation data set {given.name}: {name} {value!r} has no effect, as {why}; leave it out"
 
 
 def warn_of_flags(args: Any) -> None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # Fields of a sample that come from the rollout; the others (index, group_index, prompt, label, session …) stay slime's.
 _FROM_ROLLOUT = (
     *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
-    *("reward", "status", "weight_versions", "prefix_cache_info"),
+    *("reward", "status", "weight_versions", "prefix_cache_info", "spec_info", "non_generation_time"),
     *ARRAY_FIELDS,
     *("multimodal_inputs", "multimodal_train_inputs"),
 )

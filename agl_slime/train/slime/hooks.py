@@ -130,9 +130,8 @@ def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
     if flag is not None and without:
         rollout_id = (without[0].metadata or {}).get("agl_rollout_id")
         fix = "have the agent call the engine through agl-slime, or leave the flag out"
-        raise DataSourceError(
-            f"rollout {rollout_id} has no log-probs of the engine, which --{flag.replace('_', '-')} needs: {fix}"
-        )
+        what = f"rollout {rollout_id} has no log-probs of the engine"
+        raise DataSourceError(f"{what}, which --{flag.replace('_', '-')} needs: {fix}")
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from agl_slime.train.slime.connection import Connection, Evaluation
 from agl_slime.train.slime.hooks import eval_entry
 from agl_slime.train.slime.staleness import StalenessController
 
+NO_EVALUATION = "there are no evaluation tasks: set agl_eval_tasks, or give --eval-prompt-data or the agent a make_task"
 # Dropped groups in a row, per requested group, after which the producer gives up.
 _MOST_DROPPED = 8
 
@@ -77,8 +78,7 @@ class TaskProducer(Producer):
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """See ``AGLDataSource.evaluate``."""
         if not self._evals:
-            what = "set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) or --eval-prompt-data"
-            raise DataSourceError(f"there are no evaluation tasks: {what}")
+            raise DataSourceError(NO_EVALUATION)
         self.source.follower.begin()
         members = run_blocking(self._evaluate(rollout_id))
         if not any(members.values()):

@@ -23,8 +23,8 @@ _JPEG = b"\xff\xd8\xff"
 class PromptData(BaseModel):
     """slime's flags for a data set; ``None`` is slime's default of a key that need not be there.
 
-    A row becomes the task ``{**metadata, **row, "prompt": …, "label": …, "tools": […]}``. Images replace their marks
-    in the prompt, as content parts, and their column is left out.
+    A row becomes the task ``{**metadata, **row, **metadata_overrides, "prompt": …, "label": …, "tools": […]}``. Images
+    replace their marks in the prompt, as content parts, and their column is left out.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,6 +35,7 @@ class PromptData(BaseModel):
     )
     label_key: str | None = None
     metadata_key: str | None = "metadata"
+    metadata_overrides: Mapping[str, Any] = {}
     tool_key: str | None = "tools"
     multimodal_keys: Mapping[str, str] | None = None
     max_prompt_len: int | None = None
@@ -56,7 +57,7 @@ class PromptData(BaseModel):
         if not isinstance(row, dict):
             raise ConfigError(f"{place}: expected an object, got {type(row).__name__}")
         metadata = row.get(self.metadata_key or "")
-        task = {**(metadata if isinstance(metadata, dict) else {}), **row}
+        task = {**(metadata if isinstance(metadata, dict) else {}), **row, **self.metadata_overrides}
         # the default key is often absent where the agent's own build_prompt reads another one
         if self.input_key in row or self.input_key != DEFAULT_INPUT_KEY:
             task["prompt"] = _value(row, self.input_key, "--input-key", place)

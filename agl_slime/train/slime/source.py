@@ -21,8 +21,8 @@ from agl_slime.support.files import write_file
 from agl_slime.support.threads import run_blocking
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
-from agl_slime.train.slime.flags import warn_of_flags
-from agl_slime.train.slime.producer import TaskProducer
+from agl_slime.train.slime.flags import evaluates, warn_of_flags
+from agl_slime.train.slime.producer import NO_EVALUATION, TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.types import DataSource, Sample, flat_samples, sample_from_json, sample_to_json
@@ -59,6 +59,8 @@ class AGLDataSource(DataSource):
         teachers: Teachers | None = None
         if plugin is not None and connection is not None:
             warn_of_flags(args)
+            if getattr(args, "eval_interval", None) and evaluates(args) and not connection.evals:
+                raise DataSourceError(f"--eval-interval {args.eval_interval}: {NO_EVALUATION}")
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             teachers = connection.teachers
             if teachers is not None and tokenizer is not None:

@@ -44,9 +44,8 @@ def parse_slime_args(flags: Sequence[str]) -> Any:
         args, args.agl_restore_plan = parse_args()
         return args
     except ImportError as error:
-        raise MissingDependencyError(
-            f"slime needs a missing package ({error}): follow its installation guide"
-        ) from error
+        fix = "follow its installation guide"
+        raise MissingDependencyError(f"slime needs a missing package ({error}): {fix}") from error
     except SystemExit as error:
         raise ConfigError("slime rejects its flags (after --); its own message is above") from error
     except (AssertionError, ValueError) as error:
@@ -100,9 +99,8 @@ class SlimeTrainer:
         if not ray.is_initialized():
             ray.init()
             self._cleanup.callback(ray.shutdown)
-        require_reachable(
-            ray, urlsplit(getattr(self.args, "agl_store_url", None) or "").hostname or "", setting="--store-host"
-        )
+        store = urlsplit(getattr(self.args, "agl_store_url", None) or "").hostname
+        require_reachable(ray, store or "", setting="--store-host")
         find("configure_logger")()
         self._cleanup.callback(side.close)  # also after a partial start
         side.place()

@@ -29,7 +29,7 @@ from typing import Any
 
 from agl_slime.errors import UnknownVersionError
 from agl_slime.support.slime import find, find_optional, version
-from agl_slime.types import HAS_SLIME, Sample, sample_from_fields
+from agl_slime.types import HAS_SLIME, sample_from_fields
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,8 @@ def manager_shape() -> tuple[str, str]:
     shape: Any = tuple(inspect.signature(find("create_rollout_manager")).parameters)
     if shape not in _SHAPES:
         supported = " and ".join(f"({', '.join(names)})" for names in _SHAPES)
-        raise UnknownVersionError(
-            f"create_rollout_manager of {version()} takes ({', '.join(shape)}); supported are {supported}"
-        )
+        taken = f"create_rollout_manager of {version()} takes ({', '.join(shape)})"
+        raise UnknownVersionError(f"{taken}; supported are {supported}")
     return shape
 
 
@@ -68,19 +67,10 @@ def normalizes_by_group() -> bool:
     builder = find_optional("BatchBuilder")
     if builder is None:
         return False
-    args = Namespace(
-        custom_reward_post_process_path=None,
-        custom_convert_samples_to_train_data_path=None,
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=False,
-        reward_key=None,
-        n_samples_per_prompt=2,
-        rollout_batch_size=2,
-    )
-    samples: list[Sample] = [
-        sample_from_fields(reward=float(i), group_index=i % 2, index=i, rollout_id=i) for i in range(4)
-    ]
+    functions = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path", "reward_key")
+    args = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False)
+    vars(args).update(dict.fromkeys(functions), n_samples_per_prompt=2, rollout_batch_size=2)
+    samples = [sample_from_fields(reward=float(i), group_index=i % 2, index=i, rollout_id=i) for i in range(4)]
     try:
         return [*builder(args)._post_process_rewards(samples)[1]] == [-1.0, -1.0, 1.0, 1.0]
     except (AttributeError, TypeError) as error:
@@ -125,9 +115,8 @@ class RolloutSide:
             return
         startup = create(self.args, restore_plan=self.restore_plan)
         if not (hasattr(startup, "manager") and hasattr(startup, "close")):
-            raise UnknownVersionError(
-                f"create_rollout_manager of {version()} returned a {type(startup).__name__} without manager or close"
-            )
+            what = f"a {type(startup).__name__} without manager or close"
+            raise UnknownVersionError(f"create_rollout_manager of {version()} returned {what}")
         self._startup, self.args = startup, startup.args
         self.manager, self.placements = startup.manager, startup.placements
         self.per_epoch, self.restore_plan = startup.num_rollout_per_epoch, startup.restore_plan

@@ -43,6 +43,7 @@ class EchoEngine:
             text="generated",
             finish_reason="stop",
             prompt_tokens=len(input_ids),
+            speculated=(6, 8, 2),
         )
 
 

@@ -94,14 +94,8 @@ class CpuTrainActor(TrainRayActor):
 
 
 def _samples(batch: dict[str, Any]) -> list[Sample]:
-    names = {
-        "tokens": "tokens",
-        "response_length": "response_lengths",
-        "reward": "rewards",
-        "loss_mask": "loss_masks",
-        "rollout_id": "rollout_ids",
-        "rollout_log_probs": "rollout_log_probs",
-    }
+    names = {name: f"{name}s" for name in ("response_length", "reward", "loss_mask", "rollout_id")}
+    names |= {name: name for name in ("tokens", "rollout_log_probs")}
     columns = zip(*(batch[key] for key in names.values()), strict=True)
     return [sample_from_fields(**dict(zip(names, row, strict=True))) for row in columns]
 

@@ -36,7 +36,7 @@ from tests.programs.slime.common import (
     write_tasks,
 )
 
-GROUPS, SIZE, SMALL = 16, 4, 2
+GROUPS, SIZE, SMALL, EVALUATED = 16, 4, 2, 8
 
 
 def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
@@ -71,19 +71,20 @@ def run(
         flags |= {"rollout-external-engine-addrs": " ".join(url.removeprefix("http://") for url in engines)}
         flags |= {"sglang-router-ip": host, "sglang-router-port": address.rpartition(":")[2]}
         flags |= {"save": directory / "checkpoint", "save-interval": steps, "dump-details": directory / "dump"}
-        tasks = write_tasks(directory / "eval.jsonl", 64, seed=99)
-        flags |= {"eval-interval": steps, "eval-prompt-data": f"lookup {tasks}"}
         flags |= {"custom-eval-rollout-log-function-path": "tests.programs.slime.loop.log_eval"}
         config = {
             "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
-            "agl_eval_tasks": str(directory / "eval.jsonl"),
+            "eval_interval": steps,
+            "agl_eval_rollouts": EVALUATED,
             "agl_get_timeout_s": 120,
             "agl_metrics": str(metrics),
-            "agl_eval_log": str(directory / "eval_means.jsonl"),
+            "agl_eval_log": str(directory / "evals.jsonl"),
         }
         if runners:
-            config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
+            config |= {"agl_runners": runners}
+        else:  # else make_task has them
+            config["agl_eval_tasks"] = str(write_tasks(directory / "eval.jsonl", 64, seed=99))
         if host != "127.0.0.1":
             config |= {"agl_store_host": "0.0.0.0", "agl_max_staleness": int(loop == "train_async")}
         args = slime_args(as_flags(flags), model=model, config=config, directory=directory)
@@ -95,9 +96,9 @@ def run(
             pids = gone("Worker", "RolloutManager")
         finally:
             ray.shutdown()
-        means = [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()]
+        evals = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
         weights = [path.name for path in (directory / "weights").iterdir()]
-        report({**figures(metrics, directory, engines), "actors": pids, "eval": means, "weights": weights})
+        report({**figures(metrics, directory, engines), "actors": pids, "evals": evals, "weights": weights})
 
 
 def gone(*names: str) -> dict[str, int]:
@@ -127,9 +128,9 @@ def slimes_script(name: str) -> Any:
 
 
 def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any] | None) -> bool:
-    means = {name: sum(entry["rewards"]) / len(entry["rewards"]) for name, entry in data.items()}
+    rewards = {name: entry["rewards"] for name, entry in data.items()}
     with open(args.agl_eval_log, "a") as lines:
-        lines.write(json.dumps(means) + "\n")
+        lines.write(json.dumps(rewards) + "\n")
     return log_eval_rollout(rollout_id, args, data, extra_metrics)
 
 

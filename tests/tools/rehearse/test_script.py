@@ -269,6 +269,8 @@ def test_waiting_and_output_end(
         ('export PYTHONPATH="$NO_DIR:/root/slime"', ()),
         ("source <(echo FROM_FILE=1); ray status; echo $FROM_FILE", ()),
         ('cat <<EOF\n$NOPE\nEOF\necho "$ALSO"', ("NOPE", "ALSO")),
+        ('[[ "$IP" == "$HEAD" ]] || [ "$RANK" = 0 -a x = x ]; case "$MODE" in a) ;; esac; case $M in b) ;; esac', ()),
+        ('[ $RANK = 0 ]; [[ $A == a && b < c ]] && echo "[ $B ]"; [[ $C ]] || echo $C', ("RANK", "B", "C")),
     ],
 )
 def test_unset_variables_are_those_that_bash_reads_empty(
@@ -302,28 +304,14 @@ srun --nodes=1 --ntasks=1 python3 train.py --actor-num-nodes $SLURM_JOB_NUM_NODE
 
 # -- checks ----------------------------------------------------------------------------------------------------------
 
-SOUND: dict[str, Any] = {
-    "ref_load": "/shared/torch_dist",
-    "actor_num_nodes": 1,
-    "actor_num_gpus_per_node": 8,
-    "num_gpus_per_node": 8,
-    "colocate": True,
-    "rollout_num_gpus": 8,
-    "rollout_num_gpus_per_engine": 2,
-    "tensor_model_parallel_size": 2,
-    "num_layers": 36,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "rollout_batch_size": 32,
-    "n_samples_per_prompt": 8,
-    "global_batch_size": 256,
-    "use_dynamic_batch_size": True,
-    "max_tokens_per_gpu": 9216,
-    "rollout_max_response_len": 8192,
-    "advantage_estimator": "grpo",
-    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-}
+SOUND: dict[str, Any] = {"ref_load": "/shared/torch_dist", "colocate": True, "use_dynamic_batch_size": True}
+SOUND |= dict.fromkeys(("actor_num_gpus_per_node", "num_gpus_per_node", "rollout_num_gpus", "num_query_groups"), 8)
+SOUND |= {"actor_num_nodes": 1, "rollout_num_gpus_per_engine": 2, "tensor_model_parallel_size": 2, "num_layers": 36}
+SOUND |= {"num_attention_heads": 32, "rollout_batch_size": 32, "n_samples_per_prompt": 8, "global_batch_size": 256}
+SOUND |= {"max_tokens_per_gpu": 9216, "rollout_max_response_len": 8192, "advantage_estimator": "grpo"}
+SOUND["rollout_function_path"] = "slime.rollout.sglang_rollout.generate_rollout"
 HOOKED = {"rollout_function_path": OURS, "eval_function_path": OURS, "custom_reward_post_process_path": "x.y"}
+OWNED = {**HOOKED, "data_source_path": "agl_slime.AGLDataSource"}
 APART = {"colocate": False, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "global_batch_size": 256}
 
 
@@ -367,6 +355,11 @@ def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
         ({**HOOKED, "agl_max_staleness": 1}, "agl_max_staleness 1 has no effect with --colocate"),
         ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
         ({"data_source_path": "agl_slime.AGLDataSource"}, "aborts the requests of our agents after each batch"),
+        (
+            {**OWNED, "eval_datasets": [{"name": "a", "path": "/b", "rm_type": "math"}]},
+            "data set a: rm_type 'math' has",
+        ),
+        ({**OWNED, "agl_eval_rollouts": 4, "eval_interval": None}, "as slime evaluates nothing: set eval_interval"),
         ({"ref_load": None}, "neither --ref-load nor --load has weights to start from"),
         (
             {"ref_load": "", "load": "/nowhere/saved"},

@@ -14,16 +14,9 @@ from tests.harness.slime_programs import REPOSITORY, model_flags, require_slime
 from tests.tools.rehearse.test_script import needs_box, why_no_box
 
 SCRIPTS = ("qwen3-4B", "glm4-9B", "kimi-k2-Instruct", "qwen3-235B-A22B", "moonlight-16B-A3B", "qwen3-4B-base-sft")
-SMALL: dict[str, object] = {
-    "actor-num-gpus-per-node": 1,
-    "num-gpus-per-node": 1,
-    "rollout-num-gpus": 1,
-    "num-rollout": 9,
-    "rollout-batch-size": 4,
-    "n-samples-per-prompt": 2,
-    "global-batch-size": 8,
-    "rollout-max-response-len": 128,
-}
+SMALL: dict[str, object] = dict.fromkeys(("actor-num-gpus-per-node", "num-gpus-per-node", "rollout-num-gpus"), 1)
+SMALL |= {"num-rollout": 9, "rollout-batch-size": 4, "n-samples-per-prompt": 2, "global-batch-size": 8}
+SMALL["rollout-max-response-len"] = 128
 
 
 @pytest.mark.slime

@@ -21,13 +21,8 @@ ray start --head --node-ip-address 10.0.0.1 --num-gpus 1
 ssh root@10.0.0.2 "ray start --address=10.0.0.1:6379 --num-gpus 1"
 python3 train_async.py {flags}
 """
-SOUND: dict[str, Any] = {
-    **SMALL,
-    "use-tis": "",
-    "custom-reward-post-process-path": "agl_slime.slime_hooks.normalize_rewards",
-    "input-key": "question",
-    "label-key": "answer",
-}
+SOUND: dict[str, Any] = {**SMALL, "use-tis": "", "input-key": "question", "label-key": "answer"}
+SOUND["custom-reward-post-process-path"] = "agl_slime.slime_hooks.normalize_rewards"
 AGENT = {"agl_agent": "agl_slime.cli.demo.agent:LookupAgent", "agl_max_staleness": 1}
 # Flags, settings, and the findings that both together give: the fault, and its fix or the nearest name.
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {

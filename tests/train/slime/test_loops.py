@@ -87,6 +87,7 @@ def test_actors_of_the_managers_run_the_agent_in_slimes_own_loop(tmp_path: Path)
     assert max(result["logprob_diff_max"]) < 1e-4
     assert result["versions"] == ["3"]
     assert result["actors"] == {"Worker": 0, "RolloutManager": 0}
+    _judge_evals(result["evals"])  # of make_task
 
 
 def _judge(result: dict[str, Any], loop: str) -> None:
@@ -99,4 +100,11 @@ def _judge(result: dict[str, Any], loop: str) -> None:
     assert {f"iter_{STEPS - 1:07d}", "rollout"} <= set(result["checkpoint"])
     if loop == "train":  # on-policy: the trainer's log-probs are the engine's
         assert max(result["logprob_diff_max"]) < 1e-4
-    assert all(0.0 <= mean <= 1.0 for mean in result["eval"])
+    _judge_evals(result["evals"])
+
+
+def _judge_evals(evals: list[dict[str, list[float]]]) -> None:
+    """``eval_interval`` of our settings' file alone: slime's parser would ask for a data set."""
+    assert len(evals) >= 1
+    assert {(name, len(rewards)) for one in evals for name, rewards in one.items()} == {("agl", 8)}
+    assert all(0.0 <= reward <= 1.0 for one in evals for reward in one["agl"])

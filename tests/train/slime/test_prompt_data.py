@@ -8,6 +8,7 @@ import decimal
 import json
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agl_slime.loop.task_files import digest, read_rows, split_slice
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.train.slime.args import PluginSettings, context_length, prompt_data
 from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.flags import refused_keys
 from agl_slime.train.slime.prompt_data import PromptData
 from tests.harness.gateway import WEATHER
 from tests.harness.slime_source import AGENT
@@ -190,15 +192,53 @@ def test_rollout_shuffle_decides_on_the_order(shuffle: bool, tmp_path: Path):
 
 def test_evaluation_sets_have_their_keys_lengths_and_template_arguments(tmp_path: Path):
     file = jsonl(tmp_path / "eval.jsonl", {"q": "one", "a": "1"}, {"q": "two", "a": "2"})
-    keys = {"input_key": "q", "label_key": "a", "metadata_key": None, "tool_key": None}
+    keys: dict[str, Any] = {"input_key": "q", "label_key": "a", "metadata_key": None, "tool_key": None}
+    keys |= (own := {"repetition_penalty": 1.1, "skip_special_tokens": True, "no_stop_trim": False})
+    keys |= {"metadata_overrides": {"level": 3, "a": "x", "prompt": "x"}, "rm_type": None, "apply_chat_template": True}
     args = Namespace(eval_datasets=[Namespace(name="two", path=f"{file}@[1:]", **keys)], agl_agent=AGENT)
     args.apply_chat_template_kwargs = {"enable_thinking": False}
     args.rollout_max_context_len, args.eval_max_context_len, args.eval_max_prompt_len = 100, 200, 64
     settings = PluginSettings.from_args(args, {})
     assert settings.sampling == {"context_length": 100, "chat_template_kwargs": {"enable_thinking": False}}
     (evaluation,) = settings.eval_sets
-    assert evaluation.sampling == {**settings.sampling, "context_length": 200}
+    assert evaluation.sampling == {**settings.sampling, "context_length": 200, **own}
     lengths = [context_length(args), context_length(args, evaluation=True), context_length(Namespace())]
     assert lengths == [{"context_length": 100}, {"context_length": 200}, {}]
     assert evaluation.data.max_prompt_len == 64
-    assert evaluation.data.read() == [{"q": "two", "a": "2", "prompt": "two", "label": "2"}]
+    assert evaluation.data.read() == [{"q": "two", "a": "x", "prompt": "two", "label": "2", "level": 3}]
+
+
+REWARD, AGENTS = "agl_slime.slime_hooks.reward_of_agent", "agl_slime.slime_hooks.generate"
+
+
+@pytest.mark.parametrize(
+    ("keys", "flags", "ours", "generate"),
+    [
+        ({"rm_type": "math"}, {}, True, True),
+        ({"custom_rm_path": "mine.rm"}, {}, True, True),
+        ({"custom_rm_path": "mine.rm"}, {"custom_rm_path": "mine.rm"}, False, False),  # the warning names the flag
+        ({"custom_rm_path": REWARD}, {}, False, False),
+        ({"custom_generate_function_path": "mine.generate"}, {}, True, False),
+        ({"rm_type": "math", "custom_generate_function_path": AGENTS}, {}, True, True),
+        ({"custom_generate_function_path": AGENTS}, {}, False, False),
+        ({"custom_generate_function_path": "mine.generate", "rm_type": "math"}, {}, True, False),
+        ({"apply_chat_template": False}, {"apply_chat_template": True}, True, False),
+        ({"apply_chat_template": False}, {}, False, False),
+        ({"min_eval_samples": 4}, {}, True, False),
+        ({"key_of_tomorrow": 0}, {}, True, False),
+    ],
+)
+def test_a_key_of_an_evaluation_set_without_effect_is_refused(
+    keys: dict[str, Any], flags: dict[str, Any], ours: bool, generate: bool
+):
+    args = Namespace(eval_datasets=[Namespace(name="aime", path="none.jsonl", **keys)], **flags)
+    key, value = next(iter(keys.items()))
+    named = f"evaluation data set aime: {key} {value!r} has no effect"
+    assert any(named in text for text in refused_keys(args)) == ours
+    args.rollout_function_path = "slime.rollout.sglang_rollout.generate_rollout"  # which reads its own keys
+    assert [*refused_keys(args)] == [] or AGENTS in keys.values()
+    args.custom_generate_function_path = AGENTS  # which gives rewards, too
+    texts = [*refused_keys(args)]
+    assert ["has no effect, as the reward is the agent's" in text for text in texts] == [True] * generate
+    with pytest.raises(ConfigError, match="aime") if texts else nullcontext():
+        PluginSettings.from_args(args, {"AGL_SLIME_AGENT": AGENT})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
-from agl_slime.errors import DataSourceError
-from agl_slime.train.slime.generate import stop_rollouts
+from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.train.slime.generate import _completed, stop_rollouts
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.harness.slime_source import (
     AGENT,
@@ -132,6 +133,36 @@ def test_evaluations_are_validation_rollouts_sampled_by_slimes_eval_flags(tmp_pa
         }
 
 
+def test_without_data_sets_evaluations_are_of_make_task_or_of_our_tasks(tmp_path: Path):
+    args = args_for(agl_agent=AGENT, eval_interval=2, agl_eval_rollouts=6, n_samples_per_eval_prompt=3)
+    for tasks in (None, write_tasks(tmp_path / "t.jsonl", 4)):
+        args.agl_eval_tasks = tasks
+        with AGLDataSource(args) as source:
+            first, again = ([sample.prompt for sample in source.evaluate(step)["agl"]["samples"]] for step in (0, 2))
+        assert first == again
+        assert first[:3] == [first[0]] * 3 != first[3:] == [first[3]] * 3
+        assert first[0][0]["content"].startswith("task" if tasks else "say")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"eval_datasets": [Namespace(name="a", path="a")]}, "agl_eval_rollouts 6 has no effect, as slime's data sets"),
+        ({"eval_interval": None}, "agl_eval_rollouts 6 has no effect, as slime evaluates nothing: set eval_interval"),
+        ({"eval_interval": None, "agl_eval_tasks": "a"}, "agl_eval_tasks a has no effect, as slime evaluates nothing"),
+        ({"eval_function_path": "slime.x"}, "agl_eval_rollouts 6 has no effect: give --eval-function-path agl_slime"),
+        ({"n_samples_per_eval_prompt": 4}, "agl_eval_rollouts 6 is no multiple of --n-samples-per-eval-prompt 4"),
+        (
+            {"agl_agent": None, "agl_store_url": "http://127.0.0.1:1", "agl_eval_rollouts": None, "eval_interval": 5},
+            "--eval-interval 5: there are no evaluation tasks: set agl_eval_tasks",
+        ),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused_at_the_start(settings: dict[str, Any], text: str):
+    with pytest.raises((ConfigError, DataSourceError), match=text):
+        AGLDataSource(args_for(**{"agl_agent": AGENT, "eval_interval": 2, "agl_eval_rollouts": 6, **settings}))
+
+
 def test_a_store_that_restarts_gets_the_tasks_in_flight_again(tmp_path: Path):
     HeldAgent.release.clear()
     tasks = write_tasks(tmp_path / "t.jsonl", 20)
@@ -167,7 +198,19 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         assert isinstance(result, Sample)
         assert (result.index, result.group_index, result.prompt, result.label) == (prompt.index, 3, prompt.prompt, "x")
         assert result.metadata["source_name"] == "chat"
+        assert [*vars(result.spec_info).values()] == [6, 8, 2, 10]
         check([[result]], size=1)
+
+
+def test_generate_takes_every_field_of_the_rollout_but_slimes_own():
+    values: dict[str, Any] = {field.name: {field.name: 1} for field in fields(Sample)}
+    taken = vars(_completed(Sample(metadata={"slime": 2}), Sample(**values)))
+    assert taken["metadata"] == {"slime": 2, "metadata": 1}
+    assert {name for name, value in values.items() if taken[name] != value} == {
+        *("index", "group_index", "rollout_id", "session_id", "prompt", "label", "metadata", "train_metadata"),
+        *("apply_chat_template_kwargs", "multimodal_train_input_id", "generate_function_path", "custom_rm_path"),
+        *("remove_sample", "teacher_log_probs"),
+    }
 
 
 @pytest.mark.usefixtures("stopped_rollouts")

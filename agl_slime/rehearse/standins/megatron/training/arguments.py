@@ -7,24 +7,16 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-_STRINGS = """
-    load save tokenizer-model tokenizer-type ckpt-format wandb-project wandb-exp-name wandb-save-dir
-"""
-_INTEGERS = """
-    num-layers hidden-size ffn-hidden-size num-attention-heads seq-length max-position-embeddings vocab-size
+_STRINGS = "load save tokenizer-model tokenizer-type ckpt-format wandb-project wandb-exp-name wandb-save-dir"
+_INTEGERS = """num-layers hidden-size ffn-hidden-size num-attention-heads seq-length max-position-embeddings vocab-size
     padded-vocab-size global-batch-size save-interval eval-interval ckpt-step train-iters
     decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers mtp-num-layers
     virtual-pipeline-model-parallel-size expert-tensor-parallel-size num-query-groups kv-channels num-experts
-    moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size
-"""
-_COUNTS = """
-    micro-batch-size tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
-    expert-model-parallel-size
-"""
-_SWITCHES = """
-    fp16 bf16 finetune no-load-optim no-load-rng no-save-optim sequence-parallel qk-layernorm
-    multi-latent-attention untie-embeddings-and-output-weights group-query-attention swiglu
-"""
+    moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size"""
+_COUNTS = """micro-batch-size tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
+    expert-model-parallel-size"""
+_SWITCHES = """fp16 bf16 finetune no-load-optim no-load-rng no-save-optim sequence-parallel qk-layernorm
+    multi-latent-attention untie-embeddings-and-output-weights group-query-attention swiglu"""
 
 OPTIONS: set[str] = set()
 """What the last parser knew, these options and slime's own: it ignores all others without a word."""
