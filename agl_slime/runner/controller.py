@@ -37,7 +37,7 @@ class ControllerPool(RunnerPool):
         if plan.controller is None:
             raise ConfigError("runners controller: the plan needs ControllerSettings, which name the agent")
         if not isinstance(store, BridgeStore):
-            raise ConfigError(f"runners controller need a BridgeStore, got a {type(store).__name__}")
+            raise ConfigError("runners controller need another store: pass store=agl_slime.BridgeStore()")
         self._store = store
         settings = plan.controller
         if settings.python is not None and settings.key is None:

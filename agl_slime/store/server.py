@@ -215,7 +215,7 @@ def served(store: LightningStore, host: str = "127.0.0.1") -> Iterator[tuple[str
         with StoreService(store=store, host=host, token=token) as service:
             yield service.url, token
     else:
-        kind = type(store).__name__
+        kind = type(getattr(store, "store", store)).__name__  # a wrapper's own store
         raise ConfigError(f"other processes need a BridgeStore or a client of one, got a {kind}")
 
 

@@ -38,7 +38,8 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
         start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
         stack.callback(ray.shutdown)
         flags = {"num-iterations": steps, "rollout-batch-size": 16, "n-samples-per-prompt": 4, "eval-interval": 0}
-        flags |= {"trainer": "slime", "sglang-url": url, "model-path": model, "output-dir": directory / "run"}
+        flags |= {"actor-num-nodes": 1, "actor-num-gpus-per-node": 1, "rollout-num-gpus": len(workers)}  # choose slime
+        flags |= {"sglang-url": url, "model-path": model, "output-dir": directory / "run"}
         slimes = {"num-gpus-per-node": 1, "micro-batch-size": 1, "custom-config-path": settings}
         slimes |= {**weights_by_disk(directory), "save": directory / "checkpoint", "save-interval": steps}
         slimes |= {"load": loaded[0]} if loaded else {}
