@@ -243,7 +243,6 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
         interrupted = threading.Event()
 
-        # never replaced: the handlers of support.watch, which also see signals that Python cannot handle, call these
         def interrupt() -> None:
             if interrupted.is_set():
                 os._exit(130)

@@ -13,7 +13,7 @@ from typing import Any
 from agl_slime import errors
 from agl_slime.data.results import MemberResult, Outcome, instance_of
 from agl_slime.errors import RolloutError, format_exception, format_place
-from agl_slime.store.bridge import FINISHED
+from agl_slime.store.bridge import FINISHED, WORKER_DIED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, USAGE_OUTPUT_TOKENS
@@ -78,7 +78,7 @@ async def collect(
         return _failed(rollout, reason, message, trajectory=trajectory, **seen)
 
     if rollout.status == "failed":
-        return await failed(*failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
+        return await failed(*failure_of(spans, attempt))
     try:
         reward = read_reward(spans, reward_key=reward_key, run_key=run_key)
         conversion = None
@@ -146,9 +146,9 @@ def timeline_of(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]
     return {"enqueued": zero, "started": started, "ended": ended, "calls": calls}
 
 
-def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]:
+def failure_of(spans: Sequence[Span], attempt: Attempt | None) -> tuple[str, str]:
     """The failure of an attempt as (reason, message): from its exception span, else the store's status of the attempt
-    (``timeout``, ``unresponsive``)."""
+    (``timeout``, ``unresponsive``) and the end of its runner."""
     for span in reversed(spans):
         reason = span.attributes.get(FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
         if reason:
@@ -158,7 +158,9 @@ def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]
                 frames = _FRAME.findall(str(span.attributes.get(_EXCEPTION_STACKTRACE, "")))
                 place = format_place([(file, int(line)) for file, line in frames])
             return str(reason), message + (f" ({place})" if place else "")
-    return attempt_status, f"the store marked the attempt as {attempt_status}"
+    status = attempt.status if attempt is not None else "failed"
+    died = (attempt.metadata or {}).get(WORKER_DIED) if attempt is not None else None
+    return status, f"its runner ended: {died}" if died else f"the store marked the attempt as {status}"
 
 
 def _result(rollout: Rollout, **fields: Any) -> MemberResult:

@@ -40,7 +40,8 @@ class RunnerSettings:
     """Block of the event loop after which a warning names the agent; 0 = off."""
     stuck_after_s: float = 60.0
     """Time without progress (interpreter lock held, or event loop blocked) after which a worker process is killed and
-    replaced. Other processes only log where they are stuck. 0 = off."""
+    replaced. Other processes may hold the lock for this long, or for the longest time limit of their rollouts. 0 =
+    off."""
     max_restarts: int | None = None
     """Dead workers that a pool replaces in total; ``None`` = three per worker: enough for accidents, not for an agent
     that kills every process."""

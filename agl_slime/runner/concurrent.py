@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,12 @@ from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
-from agl_slime.runner.process import freeze_gc, is_configured
+from agl_slime.runner.process import freeze_gc
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 from agl_slime.support.net import bypass_proxies, public_host
-from agl_slime.support.watch import Watch
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
@@ -36,8 +36,6 @@ _CLAIM_PAUSE_S = 0.002
 # At the limit free slots are filled in batches: a 64th of the limit, or the slots that are free after this pause.
 _FREE_SHARE = 64
 _FREE_PAUSE_S = 0.01
-# Healthy code never holds the interpreter lock for this long.
-_REPORT_AFTER_S = 10.0
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
@@ -65,7 +63,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         )
         self._on_finished = on_finished
         self._name = name
-        self._verdict = verdict
         self._guard: GuardedAgent | None = None
         self._gateway: Gateway | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
@@ -75,7 +72,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._cancelling = False
         self._limit = self.settings.max_concurrent
         self._next_claim = _FIRST_CLAIM
-        self.lag: LagMonitor | None = None
+        self._lag = LagMonitor(self.settings, verdict=verdict)
 
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
@@ -90,19 +87,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             bypass_proxies(public_host(settings.gateway.host))
             self._gateway = Gateway(settings.gateway)
         self._guard = GuardedAgent(agent=agent, settings=settings, gateway=self._gateway, alone=self._limit == 1)
-        if settings.lag_warning_s or settings.stuck_after_s:
-            self.lag = LagMonitor(threshold_s=settings.lag_warning_s, watch=self._watch())
-
-    def _watch(self) -> Watch | None:
-        stuck_s, worker = self.settings.stuck_after_s, self._verdict is not None
-        if not stuck_s:
-            return None
-        return Watch(
-            say_after_s=min(_REPORT_AFTER_S, stuck_s / 2),
-            kill_after_s=stuck_s if worker else 0.0,
-            verdict=-1 if self._verdict is None else self._verdict,
-            signals=is_configured() and not worker,
-        )
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         if self._gateway is not None:
@@ -157,8 +141,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         unsubscribe = listen_for_ends(store, self.cancel, mine=self._claimed, only_cancelled=True)
         freeze_gc()
         stop_containing = contain_tasks(self._loop)
-        if self.lag is not None:
-            self.lag.start()
+        self._lag.start()
         try:
             while not self.stopping and not (event is not None and event.is_set()):
                 self._wake.clear()
@@ -173,8 +156,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         finally:
             unsubscribe()
             stop_containing()
-            if self.lag is not None:
-                self.lag.stop()
+            self._lag.stop()
             if stop_heartbeat is not None:
                 await stop_heartbeat()
             # connections belong to this loop, and Agent Lightning's Trainer has no hook in which an agent closes them
@@ -201,6 +183,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             return False
         claimed = await self.get_store().dequeue_many_rollouts(limit=limit, worker_id=self.get_worker_id())
         for rollout in claimed:
+            self._lag.allow(rollout.config.timeout_seconds or self.settings.timeout_s or math.inf)
             task = asyncio.create_task(self._execute(rollout), name=rollout.rollout_id)
             self._in_flight.add(task)
             task.add_done_callback(self._retire)

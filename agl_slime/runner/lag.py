@@ -1,107 +1,146 @@
-"""``LagMonitor``: finds and names code that blocks an event loop, or the whole process.
+"""``LagMonitor``: finds and names code that blocks an event loop, or that holds the interpreter lock of its process.
 
 A timer on the loop stores the time every quarter of a second. A thread reads it, and when it is old, the stack of the
 loop's thread. A busy machine delays the timer as well: a warning is written only if the loop's thread runs user code
-and has spent its CPU time there, or stays at one place in it. The same thread sends the heartbeats of the process watch
-(``agl_slime.support.watch``), which stop while code holds the interpreter lock.
+and has spent its CPU time there, or stays at one place in it. The thread itself stops while code holds the interpreter
+lock: a child process (``agl_slime.support.watch``), one per process, gets its heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
-import traceback
-from types import FrameType
-from typing import Any
 
-from agl_slime.support.watch import Watch, stack_of
-from agl_slime.support.watcher import rollout_in, users_frame
+from agl_slime.runner.base import RunnerSettings
+from agl_slime.support import watch
+from agl_slime.support.watch import SIGNALS, STACK_SIGNAL, place_of, rollout_in, stack_of, users_frame
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_BEAT_S = 1.0
+_NAME_AFTER_S = 10.0  # healthy code never holds the interpreter lock for this long
+_ADVICE = "--rollout-timeout is the limit, --resume goes on, --runners process:N loses the rollout only (docs/scale.md)"
+
+_lock = threading.Lock()
+_monitors: list[LagMonitor] = []  # the first one's child watches this process
 
 
 class LagMonitor:
-    """Warns once per loop when user code blocks it for ``threshold_s`` (0: never), and beats the process ``watch``.
-    Call ``start`` and ``stop`` on the loop."""
+    """Warns once per loop when user code blocks it for ``lag_warning_s``, and ends a process that is stuck.
 
-    def __init__(self, *, threshold_s: float = 1.0, watch: Watch | None = None) -> None:
-        self._threshold_s = threshold_s
-        self._watch = watch
+    Call its methods on the loop. ``verdict`` marks a worker process, which may hold the interpreter lock or block the
+    loop for ``stuck_after_s``: the descriptor of the connection that gets the reason, or -1.
+    """
+
+    def __init__(self, settings: RunnerSettings, *, verdict: int | None = None) -> None:
+        self._threshold_s, self._stuck_s = settings.lag_warning_s, settings.stuck_after_s
+        self._verdict, self._worker = -1 if verdict is None else verdict, verdict is not None
+        self._advice = "other workers retry its rollouts" if self._worker else _ADVICE
+        self._limit_s = self._stuck_s
         self._ticked = self._ticked_cpu = 0.0
         self._stopped = threading.Event()
-        self._ticker: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread = self._native_thread = 0
-        self._clock: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._before: tuple[float, str] | None = None
         self.warning: str | None = None
         """The text of the warning."""
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._loop_thread, self._native_thread = threading.get_ident(), threading.get_native_id()
-        clock_of: Any = getattr(time, "pthread_getcpuclockid", None)  # a CPU clock that other threads can read
-        self._clock = clock_of(self._loop_thread) if clock_of is not None else None
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        # the thread's CPU clock, which other threads can read, or one as if it never waited
+        self._clock: int = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)(self._loop_thread)
         self._tick()
-        threading.Thread(target=self._monitor, name="agl-slime-lag-monitor", daemon=True).start()
+        if self._stuck_s:
+            _monitors.append(self)
+            self._beat()
+        self._thread = threading.Thread(target=self._monitor, name="agl-slime-lag-monitor", daemon=True)
+        self._thread.start()
+
+    def allow(self, limit_s: float) -> None:
+        """Outside of workers: let the code of a rollout with this time limit hold the interpreter lock as long."""
+        if limit_s > self._limit_s and not self._worker:
+            self._limit_s = limit_s
+            for monitor in _monitors[:1]:
+                monitor._beat()
 
     def stop(self) -> None:
         self._stopped.set()
-        if self._ticker is not None:
-            self._ticker.cancel()
+        self._ticker.cancel()
+        self._thread.join()
+        with _lock:
+            _monitors[:] = (monitor for monitor in _monitors if monitor is not self)
+            if self._child is not None:
+                with self._child as child:
+                    child.kill()
 
     def _tick(self) -> None:
-        assert self._loop is not None
         self._ticked, self._ticked_cpu = time.monotonic(), self._cpu_s()
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
 
     def _monitor(self) -> None:
-        last_beat = -_BEAT_S
-        try:
-            while not self._stopped.is_set():
-                if self._watch is not None and time.monotonic() - last_beat >= _BEAT_S:
-                    last_beat = time.monotonic()
-                    late_s = max(0.0, last_beat - self._ticked - _TICK_S)
-                    self._watch.beat(late_s=late_s, loop_thread=self._native_thread)
-                self._stopped.wait(_TICK_S)
-                if self._threshold_s and self.warning is None:
-                    self._check()
-        finally:
-            if self._watch is not None:
-                self._watch.stop()
+        while not self._stopped.wait(_TICK_S):
+            self._beat()
+            late_s = time.monotonic() - self._ticked - _TICK_S
+            if self._worker and late_s > self._stuck_s > 0:
+                stack = stack_of(sys._current_frames()[self._loop_thread])
+                reason = f"since its event loop was blocked for {late_s:.0f} s in {place_of(stack)}"
+                watch.kill(os.getpid(), self._verdict, reason, rollout_in(stack), self._advice)
+            if late_s > self._threshold_s > 0 and self.warning is None:
+                self._check(late_s)
 
-    def _check(self) -> None:
-        before, self._before = self._before, None
-        ticked, late_s = self._ticked, time.monotonic() - self._ticked - _TICK_S
-        frame = sys._current_frames().get(self._loop_thread)
-        if late_s <= self._threshold_s or frame is None or not _runs_a_callback(frame):
-            return  # on time, or waiting in its selector for a busy machine
-        stack = stack_of(frame)
-        if (culprit := users_frame(stack)) is None:
-            return  # code of this package or of a library's callback, or an import, which happens once
-        place = f"{culprit.path}:{culprit.line} ({culprit.function})"
-        if self._cpu_s() - self._ticked_cpu < late_s / 2 and before != (ticked, place):
-            self._before = ticked, place
+    # -- the child ----------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Send a heartbeat to the child, which is started if the process has none."""
+        with _lock:
+            if self not in _monitors[:1]:
+                return
+            try:
+                self._child = self._child or self._start_child()
+                assert self._child.stdin is not None
+                self._child.stdin.write(f"beat {max(each._limit_s for each in _monitors)}\n".encode())
+            except BrokenPipeError:
+                return  # the child was killed
+            except OSError as error:
+                _monitors.remove(self)
+                logger.warning("Code that holds the interpreter lock will not be detected: %s", error)
+
+    def _start_child(self) -> subprocess.Popen[bytes]:
+        arguments = os.getpid(), self._verdict, min(_NAME_AFTER_S, self._stuck_s / 2), self._advice
+        command = [sys.executable, "-I", "-S", watch.__file__, *map(str, arguments)]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # of the child, until it has its handlers
+        try:
+            inherited = [self._verdict] * (self._verdict >= 0)
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, pass_fds=inherited)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert child.stdin is not None
+        os.set_blocking(child.stdin.fileno(), False)  # the handler of the signal must never block
+        if STACK_SIGNAL:  # from now on: a signal without a handler ends the process
+            faulthandler.register(STACK_SIGNAL, file=child.stdin.fileno(), all_threads=False)
+        return child
+
+    # -- the warning --------------------------------------------------------------------------------------------------
+
+    def _check(self, late_s: float) -> None:
+        ticked, stack = self._ticked, stack_of(sys._current_frames()[self._loop_thread])
+        # none in its selector, for a busy machine, in code of this package or of a library's callback, or in an import
+        if users_frame(stack) is None or not any(frame.function == "Handle._run" for frame in stack):
             return
-        rollout = rollout_in(stack)
+        before, self._before = self._before, (ticked, place_of(stack))
+        if self._cpu_s() - self._ticked_cpu < late_s / 2 and before != self._before:
+            return
         self.warning = (
-            f"{culprit.function} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s"
-            f"{f' in rollout {rollout}' if rollout else ''}, at {culprit.path}:{culprit.line}; use async calls, "
-            "`asyncio.to_thread`, or a sync rollout()."
+            f"{place_of(stack)} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s; use "
+            "async calls, `asyncio.to_thread`, or a sync rollout()."
         )
         logger.warning(self.warning)
 
     def _cpu_s(self) -> float:
-        """CPU time of the loop's thread; without such a clock wall time, as if the thread never waited."""
-        return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
-
-
-def _runs_a_callback(frame: FrameType) -> bool:
-    codes = [entry.f_code for entry, _ in traceback.walk_stack(frame)]
-    return any(code.co_name == "_run" and code.co_filename.endswith("events.py") for code in codes)
+        return time.clock_gettime(self._clock)

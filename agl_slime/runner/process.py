@@ -13,7 +13,7 @@ from typing import Any
 
 from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.net import bypass_proxies
-from agl_slime.support.watch import named
+from agl_slime.support.watch import call_named
 
 # Of the garbage collector's three generations.
 _THRESHOLDS = (100_000, 5, 50)
@@ -34,10 +34,6 @@ def configure_worker_process() -> None:
         gc.freeze()
         if gc.get_threshold() in _DEFAULTS:
             gc.set_threshold(*_THRESHOLDS)
-
-
-def is_configured() -> bool:
-    return _configured
 
 
 def freeze_gc() -> None:
@@ -66,7 +62,7 @@ def carry_recordings() -> None:
             def run_with_recording() -> None:
                 vars(self).pop("run", None)  # break the thread's reference cycle
                 current_recording.set(recording)
-                named(_called, recording.rollout_id)(run)
+                call_named(recording.rollout_id, run)
 
             self.run = run_with_recording  # type: ignore[method-assign]
         start(self)
@@ -83,12 +79,7 @@ def carry_recordings() -> None:
 
 def _with_recording(recording: Recording | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     token = current_recording.set(recording)
-    called = named(_called, recording.rollout_id) if recording is not None else _called
     try:
-        return called(fn, *args, **kwargs)
+        return call_named(recording.rollout_id if recording is not None else "", fn, *args, **kwargs)
     finally:
         current_recording.reset(token)
-
-
-def _called(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)

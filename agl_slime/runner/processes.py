@@ -96,15 +96,15 @@ class ProcessPool(WorkerPool):
             theirs.close()
         return _Process(process, ours)
 
-    def _wait_for_end(self, worker: _Process) -> str:
+    def _wait_for_end(self, worker: _Process) -> tuple[str, str]:
         with suppress(EOFError, OSError):  # it ended before it was ready
             worker.ready = worker.control.recv() == READY
             self._supervisor.note_ready()
         wait([worker.process.sentinel])
-        verdict = ""
-        with suppress(EOFError, OSError):  # the process watch sends a reason when it kills the worker
+        verdict = cause = ""
+        with suppress(EOFError, OSError):  # whoever kills a stuck worker sends a reason
             while worker.control.poll():
-                verdict = str(worker.control.recv())
+                verdict, cause = worker.control.recv()
         with self._launching:  # starting a process also reaps ended ones, and an exit code can be read only once
             worker.process.join()
         code = worker.process.exitcode or 0
@@ -113,7 +113,7 @@ class ProcessPool(WorkerPool):
             # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
             # a main guard)
             self._supervisor.fail(LoopError(f"a runner process ended before it was ready ({reason}); see its output"))
-        return reason
+        return reason, cause
 
     def _send(self, worker: _Process, command: Command) -> None:
         if command != "wake" and not worker.ready:

@@ -63,7 +63,7 @@ class RayPool(WorkerPool):
     def _launch(self, spec: WorkerSpec) -> Any:
         return self._ray.remote(num_cpus=1, max_restarts=0)(Worker).remote(spec)
 
-    def _wait_for_end(self, worker: Any) -> str:
+    def _wait_for_end(self, worker: Any) -> tuple[str, str]:
         try:
             ready = worker.__ray_ready__.remote()
             if not self._ray.wait([ready], timeout=_PLACE_S)[0]:
@@ -79,7 +79,7 @@ class RayPool(WorkerPool):
                 self._supervisor.fail(LoopError(f"an actor ended before it was ready: {error}"))
         self._kill(worker)  # an actor stays alive after its method returns
         self._placed.discard(id(worker))
-        return reason
+        return reason, ""
 
     def _send(self, worker: Any, command: Command) -> None:
         if command == "wake" or id(worker) in self._placed:

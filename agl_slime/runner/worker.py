@@ -114,9 +114,9 @@ class WorkerPool(RunnerPool):
         """Start a worker. Called for one worker at a time."""
 
     @abstractmethod
-    def _wait_for_end(self, worker: Any) -> str:
-        """Tell the supervisor when the worker executes rollouts, wait for its end and return the reason; fail the
-        supervisor if a replacement would end in the same way."""
+    def _wait_for_end(self, worker: Any) -> tuple[str, str]:
+        """Tell the supervisor when the worker executes rollouts, wait for its end and return the reason, and the id of
+        the rollout that caused it or ""; fail the supervisor if a replacement would end in the same way."""
 
     @abstractmethod
     def _send(self, worker: Any, command: Command) -> None:
@@ -195,11 +195,13 @@ class WorkerPool(RunnerPool):
     def _follow(self, name: str, worker: Any) -> str:
         """Wait for a worker's end and fail its rollouts, so that others retry them. A store in another process notices
         the missing heartbeats instead."""
-        reason = self._wait_for_end(worker)
+        reason, cause = self._wait_for_end(worker)
+        if cause:  # whose retries are limited already
+            self._supervisor.restore_restarts()
         stopping = self._supervisor.stopping
         if isinstance(self._store, BridgeStore):
             why = "the pool was stopped" if stopping else reason
-            run_blocking(self._store.fail_worker(name, reason=why, gone=True))
+            run_blocking(self._store.fail_worker(name, reason=why, gone=True, cause=cause))
         if not stopping:
             logger.warning("A runner (%s) has ended: %s.", self._plan.kind, reason)
         return reason

@@ -226,9 +226,12 @@ class BridgeStore(InMemoryLightningStore):
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    async def fail_worker(self, worker_id: str, *, reason: str = "the process ended", gone: bool = False) -> list[str]:
+    async def fail_worker(
+        self, worker_id: str, *, reason: str = "the process ended", gone: bool = False, cause: str = ""
+    ) -> list[str]:
         """Fail a dead runner: its attempts end as ``unresponsive`` and their rollouts are queued again, up to two times
-        per rollout even if it has no attempt left. Returns the ids of these rollouts.
+        per rollout even if it has no attempt left; every time if another rollout is the ``cause``, which is not
+        forgiven. Returns the ids of these rollouts.
 
         ``gone``: the runner has ended for good and gets no more rollouts, since an earlier request of it may still be
         in flight. The cost is proportional to the rollouts in flight.
@@ -242,20 +245,21 @@ class BridgeStore(InMemoryLightningStore):
                 if latest is not None and latest.worker_id == worker_id and latest.status in RUNNING:
                     lost.append(latest)
         for attempt in lost:
-            await self._forgive(attempt)
+            if attempt.rollout_id != cause:
+                await self._forgive(attempt, blameless=bool(cause))
             died = {**(attempt.metadata or {}), WORKER_DIED: reason}
             await self.update_attempt(attempt.rollout_id, attempt.attempt_id, status="unresponsive", metadata=died)
         if lost:
             logger.warning("Runner %s is dead (%s); others retry its %d rollouts.", worker_id, reason, len(lost))
         return [attempt.rollout_id for attempt in lost]
 
-    async def _forgive(self, attempt: Attempt) -> None:
-        """Allow the rollout one more attempt if few of its runners have died."""
+    async def _forgive(self, attempt: Attempt, *, blameless: bool) -> None:
+        """Allow the rollout one more attempt if few of its runners have died, or another rollout was the cause."""
         with self.collections.lock:
             rollout = self.collections.rollout(attempt.rollout_id)
             attempts = self.collections.attempts_of(attempt.rollout_id).values()
             deaths = sum(WORKER_DIED in (other.metadata or {}) for other in attempts)
-        if rollout is None or deaths >= _DEATHS_FORGIVEN:
+        if rollout is None or (deaths >= _DEATHS_FORGIVEN and not blameless):
             return
         config = rollout.config
         if config.max_attempts > attempt.sequence_id and "unresponsive" in config.retry_condition:

@@ -27,8 +27,7 @@ from weakref import WeakSet
 from typing_extensions import ParamSpec
 
 from agl_slime.errors import RolloutError
-from agl_slime.support.watch import named, stack_of
-from agl_slime.support.watcher import Frame, users_frame
+from agl_slime.support.watch import Frame, call_named, place_of, stack_of, users_frame
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,17 +187,12 @@ class ThreadPool:
 
 
 def _contained(name: str, call: Callable[[], T]) -> T:
-    rollout_id = current_rollout.get()
     try:
-        return named(_called, rollout_id)(call) if rollout_id else call()
+        return call_named(current_rollout.get(), call)
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):  # a future cannot raise it
             raise
         raise RolloutError(f"{name} raised {error!r}.", reason=type(error).__name__) from error
-
-
-def _called(call: Callable[[], T]) -> T:
-    return call()
 
 
 current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
@@ -259,8 +253,7 @@ class LoopThread:
     def blocked_at(self) -> str | None:
         """The place of users' code that runs on the loop now, or ``None``."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        culprit = users_frame(stack_of(frame)) if frame is not None else None
-        return f"{culprit.function} at {culprit.path}:{culprit.line}" if culprit is not None else None
+        return place_of(stack) if frame is not None and users_frame(stack := stack_of(frame)) else None
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; ``False`` after a timeout, and on the thread itself."""
@@ -310,8 +303,7 @@ def _place_of(task: asyncio.Task[Any]) -> str:
     while (inner := getattr(waits, "cr_frame", None)) is not None:
         stack.insert(0, Frame(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_qualname))
         waits = waits.cr_await
-    frame = users_frame(stack) or next(iter(stack), None)
-    return f"{frame.function} at {frame.path}:{frame.line}" if frame is not None else task.get_name()
+    return place_of(stack) if stack else task.get_name()
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -1,42 +1,66 @@
-"""A watchdog: a child process that still runs when code in this process holds the interpreter lock (GIL).
+"""Functions on stacks, and the program of a child process that watches its parent.
 
-``watcher.py`` is the child's program. One thread of this process sends heartbeats. A process has at most one child.
+Code that holds Python's interpreter lock (GIL), such as a regular expression that backtracks, stops every thread, time
+limit and signal handler of its process. The child counts the seconds since the last heartbeat, has the stuck thread
+write its stack (``faulthandler``, which needs no lock), prints its place, and kills the process at its limit or its
+second Ctrl-C. ``agl_slime.runner.lag`` starts it by path, without ``site``: it imports only the standard library.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import logging
+import math
 import os
+import re
+import select
 import signal
-import subprocess
 import sys
-import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import Any, TypeVar
-
-from agl_slime.support import watcher
-from agl_slime.support.watcher import ROLLOUT, Frame
-
-logger = logging.getLogger(__name__)
+from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # A thread that gets this signal writes its stack. Real-time signals from the end of their range are rarely used.
-_STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
+STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_ROLLOUT = "rollout "  # functions with this name and an id call the code of that rollout
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARY = str(Path(os.__file__).parent)
+_LOOK_S = 0.5
+_DEAF_AFTER_S = 2.0  # a process without a heartbeat for this long cannot handle a signal
+_DUMP_S = 1.0  # limit for writing a stack, which takes milliseconds
+_SAMPLE_S = 0.2  # for measuring the CPU time of threads
+_MOST_THREADS = 64
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Frame(NamedTuple):
+    path: str
+    line: int
+    function: str
 
 
 def named(function: F, rollout_id: str) -> F:
     """A copy of ``function`` whose name has the rollout's id: names are all that another process sees of a stack."""
     assert isinstance(function, FunctionType)
-    name = f"{ROLLOUT}{rollout_id}"
+    name = f"{_ROLLOUT}{rollout_id}"
     code = function.__code__.replace(co_name=name, co_qualname=name)
     copy: Any = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     return copy
+
+
+def call_named(rollout_id: str, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """The result of a call of a rollout's code, or of no rollout's."""
+    return (named(_call, rollout_id) if rollout_id else _call)(call, *args, **kwargs)
+
+
+def _call(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    return call(*args, **kwargs)
 
 
 def stack_of(frame: FrameType) -> list[Frame]:
@@ -45,90 +69,130 @@ def stack_of(frame: FrameType) -> list[Frame]:
     return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]
 
 
-_lock = threading.Lock()
-_active: Watch | None = None
+def users_frame(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of users' code, which is neither this package's, the standard library's nor an installed
+    package's. ``stack`` is innermost first. ``None`` if there is none, or while a module is imported."""
+    if any(frame.path.startswith("<frozen importlib") for frame in stack):
+        return None
+    return next((frame for frame in stack if _is_users(frame)), None)
 
 
-class Watch:
-    """``beat`` at least once a second, ``stop`` at the end, on any one thread.
+def _is_users(frame: Frame) -> bool:
+    path = frame.path
+    if path.startswith(("<", _PACKAGE + os.sep)) or frame.function.startswith(_ROLLOUT):
+        return False
+    return not (path.startswith(_LIBRARY + os.sep) or {"site-packages", "dist-packages"} & set(Path(path).parts))
 
-    ``say_after_s``: seconds without a heartbeat after which it prints the code that holds the lock. ``kill_after_s``:
-    seconds without a heartbeat, or of a blocked event loop, after which it kills the process; 0 is never. ``verdict``:
-    descriptor of a ``multiprocessing`` connection that gets the reason of a kill. ``signals``: kill the process at the
-    second SIGINT, SIGTERM or SIGHUP that it cannot handle, also without a terminal.
-    """
 
-    def __init__(
-        self, *, say_after_s: float = 10.0, kill_after_s: float = 0.0, verdict: int = -1, signals: bool = False
-    ) -> None:
-        self._say_after_s, self._kill_after_s = say_after_s, kill_after_s
-        self._verdict, self._signals = verdict, signals
-        self._child: subprocess.Popen[bytes] | None = None
-        self._open: list[int] = []
-        self._registered: list[int] = []
-        self._failed = False
+def rollout_in(stack: Sequence[Frame]) -> str:
+    """The id of the rollout whose code a stack runs, or an empty string."""
+    names = (frame.function for frame in stack)
+    return next((name.removeprefix(_ROLLOUT) for name in names if name.startswith(_ROLLOUT)), "")
 
-    def beat(self, *, late_s: float, loop_thread: int) -> None:
-        """Send a heartbeat; ``late_s`` is the time for which the event loop of that thread (its native id) has been
-        blocked. The first one starts the child if the process has none."""
-        global _active
-        with _lock:
-            _active = _active or self
-            if _active is not self or self._failed:
-                return
-        if self._child is None:
-            try:
-                self._start()
-            except OSError as error:
-                self._failed = True
-                logger.warning("Code that holds the interpreter lock will not be detected: %s", error)
-                return
-        assert self._child is not None
-        assert self._child.stdin is not None
-        with suppress(BlockingIOError, BrokenPipeError):  # the child was killed or is stopped
-            os.write(self._child.stdin.fileno(), f"{late_s:.2f} {loop_thread}\n".encode())
 
-    def stop(self) -> None:
-        """End the child."""
-        global _active
-        for number in self._registered:
-            faulthandler.unregister(number)
-        if self._child is not None:
-            assert self._child.stdin is not None
-            self._child.stdin.close()
-            try:
-                self._child.wait(2.0)
-            except subprocess.TimeoutExpired:
-                self._child.kill()
-                self._child.wait()
-        for descriptor in self._open:
-            os.close(descriptor)
-        self._child, self._open, self._registered = None, [], []
-        with _lock:
-            _active = None if _active is self else _active
+def place_of(stack: Sequence[Frame]) -> str:
+    """The innermost frame of users' code, else the innermost frame, with its rollout."""
+    frame, rollout = users_frame(stack) or next(iter(stack), Frame("?", 0, "?")), rollout_in(stack)
+    return f"{frame.function}(){rollout and f' of rollout {rollout}'} at {frame.path}:{frame.line}"
 
-    def _start(self) -> None:
-        (stacks, write_stack), (heard, write_heard) = os.pipe(), os.pipe()
-        self._open = [write_stack, write_heard]
-        number = _STACK_SIGNAL if self._register(_STACK_SIGNAL, write_stack) else 0
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if self._signals else ():
-            self._register(each, write_heard, chain=True)
-        fixed = os.getpid(), 0, stacks, heard, self._verdict, number, self._say_after_s, self._kill_after_s
-        inherited = [stacks, heard, *([self._verdict] if self._verdict >= 0 else [])]
-        command = [sys.executable, "-I", "-S", str(Path(watcher.__file__)), *map(str, fixed)]
-        try:
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
-        finally:
-            os.close(stacks)
-            os.close(heard)
-        assert self._child.stdin is not None
-        os.set_blocking(self._child.stdin.fileno(), False)
 
-    def _register(self, number: int, descriptor: int, *, chain: bool = False) -> bool:
-        """Have the thread that gets the signal write its stack; without ``chain`` only if the signal has no handler."""
-        if not number or (not chain and signal.getsignal(number) is not signal.SIG_DFL):
-            return False
-        os.set_blocking(descriptor, False)  # the handler must never block
-        faulthandler.register(number, file=descriptor, all_threads=False, chain=chain)
-        self._registered.append(number)
-        return True
+def kill(pid: int, verdict: int, reason: str, rollout: str, advice: str) -> None:
+    """Kill a process. The ``multiprocessing`` connection with the descriptor ``verdict`` gets the reason and the
+    rollout that caused it; without one (-1) standard error gets the reason and the advice."""
+    if verdict >= 0:
+        from multiprocessing.connection import Connection
+
+        with suppress(OSError):
+            Connection(verdict).send((f"killed {reason}", rollout))
+    else:
+        _print(f"error: killed {reason}; {advice}")
+    os.kill(pid, signal.SIGKILL)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+
+# -- in the child ----------------------------------------------------------------------------------------------------
+
+
+def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
+    """Watch the process until it ends. Its heartbeats, each with the limit, and its stacks come by standard input."""
+    signals: list[int] = []  # a terminal sends them to both processes
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: signals.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    silent_s, limit_s, printed = 0.0, math.inf, False
+    look_s: float | None = None  # until the first heartbeat, before which a signal for a stack would end the process
+    while os.getppid() == pid:
+        if beats := re.findall(r"^beat (\S+)$", _read(look_s), re.MULTILINE):
+            silent_s, limit_s, printed, look_s = 0.0, float(beats[-1]), False, _LOOK_S
+        elif not _is_stopped(pid):  # not by the clock: this process may have been stopped together with it
+            silent_s += _LOOK_S
+        unheard = len(signals) if silent_s >= _DEAF_AFTER_S else 0
+        if silent_s >= limit_s or unheard >= 2:
+            holder, rollout = _holder(pid)
+            why = f"after {limit_s:g} s" if silent_s >= limit_s else "at the second Ctrl-C"
+            kill(pid, verdict, f"{why}: {holder}", rollout, advice)
+            return
+        if not printed and (silent_s >= name_after_s or unheard):
+            printed = True
+            end = f"after {limit_s:g} s or " if limit_s < math.inf else ""
+            _print(f"No Python code runs now: {_holder(pid)[0]}; killed {end}at the second Ctrl-C; {advice}")
+
+
+def _holder(pid: int) -> tuple[str, str]:
+    """What holds the lock, and the id of its rollout."""
+    before = _running_s(pid)
+    time.sleep(_SAMPLE_S)
+    spent = {thread: now - before.get(thread, now) for thread, now in _running_s(pid).items()}
+    ranked = sorted(spent, key=lambda thread: -spent[thread])[:_MOST_THREADS]
+    busy = [thread for thread in ranked if spent[thread] >= _SAMPLE_S / 2]
+    stacks = [stack for thread in busy or ranked if (stack := _stack_in(pid, thread))]
+    users = [stack for stack in stacks if users_frame(stack)]
+    # the busiest, or, since a call that waits while it holds the lock uses no CPU time, each that may be the one
+    found = (users or stacks)[:1] if busy else users
+    places = " or ".join(map(place_of, found[:3])) or "native code"
+    more, waits = " or another" * (len(found) > 3), " and waits, or the machine is short of memory" * (not busy)
+    return f"{places}{more} holds the interpreter lock{waits}", rollout_in(found[0]) if len(found) == 1 else ""
+
+
+def _stack_in(pid: int, thread: int) -> list[Frame]:
+    """The stack that a thread writes at a signal, innermost frame first; empty if it has none."""
+    import ctypes
+
+    send: Callable[..., int] = getattr(ctypes.CDLL(None), "tgkill", lambda *_: -1)
+    text = _read(0.0) and ""  # an earlier stack may have come too late
+    wait_s = _DUMP_S if send(pid, thread, STACK_SIGNAL) == 0 else 0.0
+    while more := _read(wait_s):
+        text, wait_s = text + more, 0.05
+    return [Frame(path, int(line), name) for path, line, name in _FRAME.findall(text)]
+
+
+def _read(wait_s: float | None) -> str:
+    """What comes within ``wait_s``; ends this process at the end of the other."""
+    if not select.select([0], [], [], wait_s)[0]:
+        return ""
+    return os.read(0, 65_536).decode(errors="replace") or sys.exit()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by Ctrl-Z or a debugger; unknown without /proc, as on macOS."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _running_s(pid: int) -> dict[int, float]:
+    """Seconds that each thread has run or waited for a core."""
+    spent: dict[int, float] = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            on_core, waited, _ = (thread / "schedstat").read_text().split()
+            spent[int(thread.name)] = (int(on_core) + int(waited)) / 1e9
+    return spent
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

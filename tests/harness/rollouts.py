@@ -53,6 +53,6 @@ async def run_rollouts(
             attempt = await store.get_latest_attempt(rollout.rollout_id)
             assert attempt is not None
             spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
-            failure = failure_of(spans, attempt_status=attempt.status) if done.status != "succeeded" else None
+            failure = failure_of(spans, attempt) if done.status != "succeeded" else None
             results.append(Finished(done.status, spans, done, failure))
     return results

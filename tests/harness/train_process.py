@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from agl_slime.support import watcher
+from agl_slime.support import watch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -76,7 +76,7 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def watches(process: psutil.Process) -> bool:
     """Whether a process is the child that watches over its parent."""
     try:
-        return watcher.__file__ in process.cmdline()
+        return watch.__file__ in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -95,4 +95,4 @@ async def spans_of(store: LightningStore, rollout: Any) -> list[Span]:
 async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
-    return failure_of(await spans_of(store, rollout), attempt_status=attempt.status)
+    return failure_of(await spans_of(store, rollout), attempt)

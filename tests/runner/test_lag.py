@@ -18,27 +18,18 @@ from typing import Any
 import pytest
 
 from agl_slime.runner import lag
+from agl_slime.runner.base import RunnerSettings
 from agl_slime.support.agl import LitAgent
-from agl_slime.support.watcher import Frame
-from tests.harness.waiting import becomes_true
+from agl_slime.support.watch import Frame
+from tests.harness.waiting import becomes_true, until
 from tests.runner.function_agents import FnAgent, finished, running
 
 
 @pytest.fixture(autouse=True)
-def monitors_end_with_their_test(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """``stop`` does not wait for a monitor's thread, whose last warning would otherwise be the next test's."""
-
-    def join() -> None:
-        for thread in threading.enumerate():
-            if thread.name == "agl-slime-lag-monitor":
-                thread.join(20)
-                assert not thread.is_alive()
-
-    join()
+def short_ticks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
         yield
-    join()
 
 
 class BlockingAgent(LitAgent[Any]):
@@ -51,8 +42,8 @@ async def test_an_agent_that_blocks_the_loop_is_named_once(caplog: pytest.LogCap
     async with running(BlockingAgent(), lag_warning_s=0.1) as store:
         await finished(store, range(2))
     [record] = [record for record in caplog.records if record.name == "agl_slime.runner.lag"]
-    assert "BlockingAgent.rollout_async blocks the runner's event loop" in record.getMessage()
-    assert re.search(r"in rollout ro-\w+, at \S+test_lag.py:\d+;", record.getMessage())
+    place = r"BlockingAgent.rollout_async\(\) of rollout ro-\w+ at \S+test_lag.py:\d+ blocks the runner's event loop"
+    assert re.match(place, record.getMessage())
 
 
 class LateSelector(selectors.DefaultSelector):
@@ -64,7 +55,7 @@ class LateSelector(selectors.DefaultSelector):
 
 
 def test_late_wakeup_of_the_event_loop_is_not_blamed_on_an_agent() -> None:
-    monitor = lag.LagMonitor(threshold_s=0.05)
+    monitor = lag.LagMonitor(RunnerSettings(lag_warning_s=0.05, stuck_after_s=0))
 
     async def wait() -> None:
         monitor.start()
@@ -90,10 +81,10 @@ async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.Mo
         n = next(places)
         if n == 5:
             looked.set()
-        return [Frame("agent.py", n, "work")]  # each time at another line
+        return [Frame("agent.py", n, "work"), Frame("events.py", 1, "Handle._run")]  # each time at another line
 
     monkeypatch.setattr(lag, "stack_of", stack_of)
-    monitor = lag.LagMonitor(threshold_s=0.05)
+    monitor = lag.LagMonitor(RunnerSettings(lag_warning_s=0.05, stuck_after_s=0))
     spent = itertools.count()
     monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
     monitor.start()
@@ -155,3 +146,33 @@ async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.Lo
     async with running(FnAgent(lambda _: asyncio.sleep(0.6, 1.0)), lag_warning_s=0.3) as store:
         await finished(store, range(2))
     assert not caplog.records
+
+
+async def test_one_child_watches_a_process_while_a_monitor_runs() -> None:
+    first, second = (lag.LagMonitor(RunnerSettings(lag_warning_s=0)) for _ in range(2))
+    first.start()
+    second.start()
+    watching = first._child
+    assert watching is not None
+    assert second._child is None
+    first.stop()
+    assert watching.returncode is not None
+    await until(lambda: second._child is not None)
+    second.stop()
+    assert "agl-slime-lag-monitor" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_warning_that_is_under_way_comes_before_the_end_of_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = lag.LagMonitor(RunnerSettings(lag_warning_s=0.01, stuck_after_s=0))
+    checking, checked = threading.Event(), threading.Event()
+
+    def check(late_s: float) -> None:
+        checking.set()
+        assert monitor._stopped.wait(20)
+        checked.set()
+
+    monkeypatch.setattr(monitor, "_check", check)
+    monitor.start()
+    assert checking.wait(20)  # on the loop, which is late by that
+    monitor.stop()
+    assert checked.is_set()

@@ -213,7 +213,7 @@ async def test_an_agent_that_ignores_its_cancellation_is_left_behind(caplog: pyt
     [rollout] = await store.query_rollouts()
     assert (rollout.status, (await reason_of(store, rollout))[0]) == ("failed", "cancelled")
     [warning] = [message for message in caplog.messages if "cancellation" in message]
-    assert f"StubbornAgent.rollout_async at {__file__}:" in warning
+    assert f" at {__file__}:" in warning.partition("StubbornAgent.rollout_async() of rollout ro-")[2]
     assert "blocks" not in caplog.text
 
 
@@ -223,6 +223,6 @@ async def test_an_agent_that_blocks_the_end_is_named(caplog: pytest.LogCaptureFi
     runner = await started(agent)
     assert not await asyncio.to_thread(runner.stop, timeout_s=0.2)
     agent.released.set()
-    assert f"BlockingAgent.rollout_async at {__file__}:" in caplog.text
+    assert f" at {__file__}:" in caplog.text.partition("BlockingAgent.rollout_async() of rollout ro-")[2]
     assert "blocks its event loop" in caplog.text
     assert await asyncio.to_thread(runner.stop, timeout_s=30)

@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.loading import load_agent
+from agl_slime.data.read import failure_of
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.make import make_runners
 from agl_slime.runner.processes import READY, ProcessPool, process_main
 from agl_slime.runner.worker import WorkerSpec
-from agl_slime.store.bridge import WORKER_DIED, BridgeStore
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
 from tests.harness.processes import is_running
 from tests.harness.stores import enqueue_inputs
@@ -154,44 +155,44 @@ async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -
 
 
 class BacktrackingAgent(LitAgent[Any]):
-    """Scores with a regular expression that never returns the interpreter lock, once."""
+    """Scores some tasks with a regular expression that never returns the interpreter lock."""
 
     def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
-        if (flag := task.get("stuck_unless")) and not Path(flag).exists():
-            Path(flag).touch()
+        if task.get("stuck"):
             re.match(r"(a+)+$", "a" * 40 + "b")
         return float(task["n"])
 
 
 class StandingAgent(EchoAgent):
-    """Blocks the event loop of its process, once, without the lock."""
+    """Blocks the event loop of its process for some tasks, without the lock."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
-        if (flag := task.get("stuck_unless")) and not Path(flag).exists():
-            Path(flag).touch()
+        if task.get("stuck"):
             time.sleep(10_000)  # noqa: ASYNC251
         await super().rollout_async(task, resources, rollout)
 
 
 @pytest.mark.parametrize(("agent", "place"), [(BacktrackingAgent(), "rollout()"), (StandingAgent(), "rollout_async()")])
-async def test_a_worker_that_is_stuck_is_replaced(
-    agent: LitAgent[Any], place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_worker_that_is_stuck_costs_the_rollout_that_stops_it(
+    agent: LitAgent[Any], place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tasks: list[dict[str, Any]] = [{"n": n} for n in range(8)]
-    tasks[3]["stuck_unless"] = str(tmp_path / "stuck")
+    """Two such rollouts and one restart: the others are retried without an attempt left, the two are not."""
+    tasks: list[dict[str, Any]] = [{"n": n} | ({"stuck": True} if n in (3, 5) else {}) for n in range(8)]
     store, ids = await prepared(tasks, max_attempts=1)
-    async with pool_of(1, agent, store, max_restarts=1, stuck_after_s=5.0) as pool:
+    async with pool_of(1, agent, store, max_restarts=1, stuck_after_s=3.0) as pool:
         [first] = pool.pids()
         rollouts = await ends(store, ids)
         assert first not in pool.pids()
+        assert pool.failure is None
     assert becomes_true(lambda: not is_running(first), 5)
-    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 8
-    attempts = await store.query_attempts(ids[3])
-    assert len(attempts) == 2
-    reason = (attempts[0].metadata or {})[WORKER_DIED]
-    assert place in reason
-    assert f"of rollout {ids[3]} at {__file__}:" in reason
-    assert sum(reason in record.getMessage() for record in caplog.records) == 2  # of the pool, and of the store
+    assert [n for n, rollout in enumerate(rollouts) if rollout.status == "failed"] == [3, 5]
+    for stuck in (ids[3], ids[5]):
+        reason, message = failure_of([], await store.get_latest_attempt(stuck))
+        assert reason == "unresponsive"
+        assert message.startswith("its runner ended: killed ")
+        assert f"{place} of rollout {stuck} at {__file__}:" in message
+        why = message.removeprefix("its runner ended: ")
+        assert sum(why in record.getMessage() for record in caplog.records) == 2  # of the pool, and of the store
 
 
 async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:

@@ -180,8 +180,8 @@ async def test_rollouts_of_a_dead_runner_are_requeued_even_without_attempts_left
 
 async def test_a_runner_process_that_is_gone_gets_no_rollout() -> None:
     class Ended(ProcessPool):
-        def _wait_for_end(self, worker: object) -> str:
-            return "killed by signal 9"
+        def _wait_for_end(self, worker: object) -> tuple[str, str]:
+            return "killed by signal 9", ""
 
     store = BridgeStore()
     [only] = await enqueue(store, 1)
@@ -202,6 +202,17 @@ async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     assert rollout is not None
     assert rollout.status == "failed"
     assert await store.dequeue_rollout() is None
+
+
+async def test_a_rollout_that_stopped_its_runner_is_the_one_that_pays() -> None:
+    store = BridgeStore()
+    innocent, *stuck = await enqueue_inputs(store, range(4), max_attempts=1)
+    for cause in stuck:
+        while await store.dequeue_rollout(worker_id=cause) is not None:
+            pass  # each runner has all that are left
+        await store.fail_worker(cause, reason="killed", cause=cause)
+    left = {rollout.rollout_id: rollout.status for rollout in await store.query_rollouts()}
+    assert left == dict.fromkeys(stuck, "failed") | {innocent: "requeuing"}
 
 
 async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(now: list[float]) -> None:
