@@ -284,8 +284,8 @@ def tasks(case: Case) -> set[asyncio.Task[Any]]:
 
 async def ended(case: Case, old_tasks: set[asyncio.Task[Any]], aborts: int = 1) -> None:
     """The engine has received aborts long before it would have been done, and the gateway has no tasks of theirs."""
-    await until(lambda: case.engine.calls["/abort_request"] >= aborts and not case.engine.running, 3)
-    await until(lambda: not tasks(case) - old_tasks, 3)
+    await until(lambda: case.engine.calls["/abort_request"] >= aborts and not case.engine.running)
+    await until(lambda: not tasks(case) - old_tasks)
     assert case.engine.calls["/abort_request"] == aborts
     assert not case.attempt._pending
     assert not case.attempt.running
