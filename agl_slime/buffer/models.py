@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from dataclasses import dataclass
 from reprlib import repr as shortened
@@ -9,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
 
 from agl_slime.errors import BufferRequestError
 from agl_slime.support.http import json_bytes, parse_json
@@ -19,6 +21,13 @@ Model = TypeVar("Model", bound=BaseModel)
 def _whole(value: Any) -> Any:
     """A whole float as an integer, as in JSON Schema, up to 2**53, beyond which floats are inexact."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
+
+
+def _as_float(value: Any) -> Any:
+    """``value``, unless it is an integer that no float can hold."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise PydanticCustomError("beyond_floats", "a reward must be at most 1e18 in size")
+    return value
 
 
 Whole = BeforeValidator(_whole)
@@ -34,7 +43,9 @@ class ItemFields(BaseModel):
     instance_id: Id = Field(description="Id of the prompt: items of one instance form groups.")
     group_id: Id | None = Field(None, description="Separates groups of one instance, such as several epochs.")
     messages: list[dict[str, Any]] = Field(description="The conversation in OpenAI's format.")
-    reward: Any = Field(None, description="A number; an item without one is never trained on.")
+    reward: Annotated[Any, BeforeValidator(_as_float)] = Field(
+        None, description="A number; an item without one is never trained on."
+    )
     extra_info: dict[str, Any] | None = Field(None, description="Data to keep with the item; `error` marks failures.")
     task_type: str | None = Field(None, description="The same for all items of a request.")
 
@@ -98,7 +109,7 @@ def check(model: type[Model], value: Any, what: str = "the body") -> Model:
 def parse_body(raw: bytes) -> Any:
     """``support.http.parse_json`` that raises ``BufferRequestError``."""
     try:
-        return parse_json(raw, exact=True)
+        return parse_json(raw)
     except ValueError as error:
         raise BufferRequestError(str(error)) from error
 

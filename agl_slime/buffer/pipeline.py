@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import orjson
+
 from agl_slime.buffer import stages
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.stages import Item
@@ -58,6 +60,9 @@ class FinishedGroup:
         return cls((), [reason] * size, reason, detail)
 
 
+_ODD_KEYS_AND_ARRAYS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
 class _RefusedError(Exception):
     """A group is refused; the arguments are reason and detail."""
 
@@ -100,7 +105,7 @@ class GroupPipeline:
         for item in items:
             data.setdefault(item["instance_id"], []).append(dict(item))
         try:
-            return dict(self._meta_info(data))
+            return orjson.loads(orjson.dumps(dict(self._meta_info(data)), default=repr, option=_ODD_KEYS_AND_ARRAYS))
         except Exception as error:  # a custom stage must not stop the batch
             message = f"get_group_data_meta_info raised {type(error).__name__}: {error}"
             return {**stages.get_group_data_meta_info(data), "error": message}

@@ -212,7 +212,7 @@ class Records:
         trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
         query = "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1"
         payload, before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
-        earlier = orjson.loads(payload).get("skip_instance_ids") or ()
+        earlier = json_value(payload.encode()).get("skip_instance_ids") or ()
         trained.subtract(orjson.dumps(instance).decode() for instance in earlier)
         query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
         trained.subtract(row[0] for row in connection.execute(query, (task, before)))

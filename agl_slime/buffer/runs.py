@@ -157,12 +157,11 @@ class GeneratorRun:
         while code is None and not stalled:
             code = child.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)
             stalled = code is None and self.silent_s >= self._stall_s
-        last_words = child.last_words()
+        ended = child.ending()
         child.stop(0.0 if stalled else _GRACE_S)  # with what it has started
         if self._ended_as or code == 0:
             self._state, self._error = "finished", ""
             return ""
-        ended = f"exit code {code}; last words: {last_words}"
         self._state, self._error = ("stalled", f"no request for {self._stall_s:g} s") if stalled else ("failed", ended)
         logger.error("The generator %s %s: %s", self._path.name, self._state, self._error)
         return self._error

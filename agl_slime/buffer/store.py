@@ -269,7 +269,7 @@ class ItemStore(Records):
             with self.ledger.batch():
                 delivery_no = None
                 if items_json:
-                    meta_json = orjson.dumps(meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+                    meta_json = orjson.dumps(meta_info).decode()
                     query = "INSERT INTO deliveries (task, request_id, meta_info, time) VALUES (?, ?, ?, ?)"
                     values = (task, request_id, meta_json, self._clock())
                     delivery_no = self._database.connection.execute(query, values).lastrowid

@@ -448,7 +448,7 @@ async def running_engine(
 
         def check() -> None:
             if not engine.alive:
-                raise LoopError(f"{engine.name} has died; its last words: {engine.last_words()}")
+                raise LoopError(f"{engine.name} has died: {engine.ending()}")
 
         yield engine.url, check
     finally:

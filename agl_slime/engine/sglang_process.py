@@ -111,7 +111,7 @@ def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving:
     code = wait_beside_parent(server, parent_pid, look)
     if code is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
-    return code if code is not None and code > 0 else 1
+    return code or 1
 
 
 def _free_port() -> int:

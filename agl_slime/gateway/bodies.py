@@ -28,7 +28,7 @@ from agl_slime.gateway.images import marked_body
 from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.support.http import INLINE_PARSE_BYTES
+from agl_slime.support.http import INLINE_PARSE_BYTES, json_value
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import ImageSettings
 
@@ -129,7 +129,7 @@ class Bodies:
         if previous.call.messages[-1]["role"] == "assistant":  # the next item may belong to this answer
             return None
         try:
-            items = orjson.loads(b"[" + request.new[1:] + b"]")
+            items = json_value(b"[" + request.new[1:] + b"]")
             marked, images = await marked_body(request.new, {protocol.list_field: items}, _IMAGES)
             items = marked[protocol.list_field]
             new = await _off_loop(request.new, partial(protocol.read_more, items, kept)) if items and not images else []

@@ -175,7 +175,8 @@ def _calls_key(calls: Sequence[Mapping[str, Any]]) -> Hashable:
 
 
 def canonical(value: Any) -> str:
-    """JSON in one form for any order of keys and any serializer; ``1.0`` is ``1``."""
+    """JSON in one form for any order of keys and any serializer; ``1.0`` is ``1``, and integers are as a client in
+    JavaScript sends them back, as doubles."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -185,8 +186,8 @@ def canonical(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    if type(value) in (int, float) and abs(value) < 1e308:
+        return int(float(value)) if float(value).is_integer() else value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -9,14 +9,12 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Call, CallResult, number
 from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
 from agl_slime.support.agl_types import LLM
-from agl_slime.support.http import is_too_deep, json_bytes
+from agl_slime.support.http import is_too_deep, json_bytes, json_value
 
 Decode = Callable[[list[int]], str]
 Kept = Mapping[str, list[Message]]
@@ -182,10 +180,10 @@ def list_of_models(roles: Mapping[str, LLM], name: str, *, since: datetime) -> d
 
 def parsed_body(raw: bytes) -> dict[str, Any]:
     try:
-        body = orjson.loads(raw)
+        body = json_value(raw)
     except ValueError as error:
         try:  # some clients send text cut within a character, which no tokenizer reads
-            body = orjson.loads(HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
+            body = json_value(HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)).encode())
         except (ValueError, RecursionError):
             raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -137,7 +137,7 @@ class ControllerPool(RunnerPool):
 
     def _follow(self, name: str, child: ControllerProcess) -> str:
         child.wait()
-        reason = f"{child.name} has ended; its last words: {child.last_words()}"
+        reason = f"{child.name} has ended: {child.ending()}"
         child.stop()
         if not self._supervisor.stopping:
             end_agents(f"{self.url}/controller/{name}")

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
+from agl_slime.support.child import describe_exit
 from agl_slime.support.terminal import log_to_stderr, print_exception, print_plainly
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class ProcessPool(WorkerPool):
         with self._launching:  # starting a process also reaps ended ones, and an exit code can be read only once
             worker.process.join()
         code = worker.process.exitcode or 0
-        reason = verdict or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+        reason = verdict or describe_exit(code)
         if code > 0 and not self._supervisor.ready:
             # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
             # a main guard)

@@ -161,7 +161,7 @@ class StoreService:
             if token and not has_token(request.headers.get("authorization"), token):
                 detail = f"the store needs its token as a bearer token ({TOKEN_VARIABLE})"
                 return JSONResponse({"detail": detail}, status_code=401)
-            if (detail := page_refusal(request.headers, check_host=not token)) is not None:
+            if (detail := page_refusal(request.headers, request.url.path, check_host=not token)) is not None:
                 return JSONResponse({"detail": detail}, status_code=403)
             return await call_next(request)
 

@@ -114,6 +114,10 @@ class Child:
         where = f" (all of them: {self._log})" if self._log is not None else ""
         return (tail.decode(errors="replace").strip() or "none") + where
 
+    def ending(self) -> str:
+        """How it ended, and its last words."""
+        return f"{describe_exit(self.wait(0.0))}; last words: {self.last_words()}"
+
     def __enter__(self) -> Self:
         return self.start()
 
@@ -129,6 +133,13 @@ class Child:
         self._output = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
         self._log_from = os.fstat(self._output.fileno()).st_size  # the text before belongs to an earlier child
         return spawn(self._command, output=self._output, env=self._env, **self._options)
+
+
+def describe_exit(code: int | None) -> str:
+    """The end of a process by its exit code; as in a shell, 128 + N stands for signal N, too."""
+    number = 0 if code is None else -code if code < 0 else code - 128
+    often = ", most often for memory" if number == signal.SIGKILL else ""
+    return f"killed by signal {number}{often}" if 0 < number < signal.NSIG else f"exit code {code}"
 
 
 def spawn(
@@ -195,7 +206,8 @@ class ServerChild(Child):
             within = f"{self._start_timeout_s:g} s"
             raise EngineTimeoutError(f"{name} was not ready within {within}; last words: {self.last_words()}")
         if not line:
-            raise EngineError(f"{name} ended with exit code {self.wait()}; last words: {self.last_words()}")
+            self.wait()
+            raise EngineError(f"{name} has ended: {self.ending()}")
         try:
             ready = json.loads(line)
             self.summary = str(ready["serving"])
@@ -332,10 +344,11 @@ class Supervisor(Generic[C]):
 def wait_beside_parent(
     process: subprocess.Popen[Any], parent_pid: int, each: Callable[[], None] = lambda: None
 ) -> int | None:
-    """The exit code of a process; ``None`` once this process is no longer the child of ``parent_pid``. ``each`` is
-    called four times a second."""
+    """The exit code of a process, 128 + N after signal N; ``None`` once this process is no longer the child of
+    ``parent_pid``. ``each`` is called four times a second."""
     while process.poll() is None and os.getppid() == parent_pid:
         each()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
-    return process.returncode
+    code = process.returncode
+    return 128 - code if code is not None and code < 0 else code

@@ -100,7 +100,7 @@ class _Guard:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._spoke.add(request.transport)
-        refusal, status = page_refusal(request.headers, check_host=self._check_host), 403
+        refusal, status = page_refusal(request.headers, request.path, check_host=self._check_host), 403
         if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
             refusal, status = "the body is compressed: send it as it is", 415
         if refusal is not None:  # with the fields of every server's errors
@@ -148,11 +148,11 @@ async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     return parse(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(parse, raw)
 
 
-def parse_json(raw: bytes, *, exact: bool = False) -> Any:
-    """Parse strict JSON (no NaN, no infinities) that can be written again, even some levels deeper. ``exact`` keeps
-    integers above 64 bit. Raises ``ValueError`` with one sentence."""
+def parse_json(raw: bytes) -> Any:
+    """``json_value`` that can be written again by ``json_bytes``, even some levels deeper. Raises ``ValueError`` with
+    one sentence."""
     try:
-        value = json_value(raw) if exact else orjson.loads(raw)
+        value = json_value(raw)
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from error
     if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP and is_too_deep(value):
@@ -212,7 +212,9 @@ def json_value(raw: bytes) -> Any:
     if not _has_long_number(raw):
         return orjson.loads(raw)
     try:
-        return json.loads(raw, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(raw, parse_constant=_no_number, parse_float=_finite)
+        json.dumps(value, ensure_ascii=False).encode()  # refuses half a character, as orjson does
+        return value
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

@@ -110,12 +110,15 @@ def same_secret(given: str, secret: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
 
 
-def page_refusal(headers: Mapping[str, str], *, check_host: bool) -> str | None:
+def page_refusal(headers: Mapping[str, str], path: str, *, check_host: bool) -> str | None:
     """The reason to refuse a request that a web page may have made a browser send, or ``None``. It has another site's
-    ``Origin`` (cross-site request forgery) or, after that site's name was bound to this machine's address, a foreign
-    ``Host`` (DNS rebinding). A server without a token needs ``check_host``. ``headers`` must ignore case."""
+    ``Origin`` or, as an image's, no origin but another ``Sec-Fetch-Site`` (cross-site request forgery); after that
+    site's name was bound to this machine's address it has a foreign ``Host`` (DNS rebinding). Links to ``/`` may be
+    followed. A server without a token needs ``check_host``. ``headers`` must ignore case."""
     host, origin = headers.get("Host"), headers.get("Origin")
-    if origin is not None and origin.partition("://")[2] != host:
+    linked = path == "/" and headers.get("Sec-Fetch-Dest") == "document"
+    sent_by_page = headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not linked
+    if sent_by_page if origin is None else origin.partition("://")[2] != host:
         return "requests from web pages are not served"
     try:
         named = host is None or is_loopback(urlsplit(f"//{host}").hostname or "")

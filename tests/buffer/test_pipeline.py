@@ -243,15 +243,17 @@ def test_broken_stage_drops_its_group_with_the_error(functions, detail):
     assert result.ends[0].detail.startswith(detail)
 
 
-def test_a_broken_meta_stage_does_not_stop_the_batch():
-    def get_group_data_meta_info(temp_data):
-        raise KeyError("reward")
-
-    result = Processed(
-        pipeline(2, functions={"get_group_data_meta_info": get_group_data_meta_info}), [snapshot([1, 0])]
-    )
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda data: data["reward"], "KeyError: 'reward'"),
+        (lambda data: {"sum": 10**30}, "TypeError: Integer exceeds 64-bit range"),
+    ],
+)
+def test_a_broken_meta_stage_does_not_stop_the_batch(answer, error):
+    result = Processed(pipeline(2, functions={"get_group_data_meta_info": answer}), [snapshot([1, 0])])
     assert len(result.data) == 2
-    assert result.meta_info["error"] == "get_group_data_meta_info raised KeyError: 'reward'"
+    assert result.meta_info["error"] == f"get_group_data_meta_info raised {error}"
 
 
 # -- properties --------------------------------------------------------------------------------------------------------

@@ -132,6 +132,25 @@ async def test_too_deeply_nested_items_are_refused(tmp_path):
             assert status < 500, answer
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 309, "-1" + "0" * 309, str(2**64), "1e400", "1e308"])
+async def test_numbers_beyond_64_bits_are_kept_or_refused_and_end_nothing(tmp_path, number):
+    add_generator(tmp_path, "sums", 'TASK_TYPE = "sums"\ndef run_rollout(data): pass')
+    fields = [("/buffer/write", make_item("@"), name) for name in (*make_item("@"), "group_id", "task_type", "other")]
+    fields += [("/get_rollout_data", {}, name) for name in ("batch_size", "request_id", "ack", "other")]
+    names = "num_repeat_per_sample skip_instance_ids trained_groups fresh other"
+    fields += [("/start_rollout", {"task_type": "sums"}, name) for name in names.split()]
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        for path, body, name in fields:
+            for value in (0.5, [0.5], {"a": 0.5})[: 2 if path == "/start_rollout" else 3]:
+                text = json.dumps({**body, name: value}).replace("0.5", number).replace("@", f"{name}{value}")
+                status, answer = await client.post(path, data=text.encode())
+                assert status in (200, 400), (text, answer)
+                if (name, value) == ("reward", 0.5):
+                    assert status == (200 if number in (str(2**64), "1e308") else 400)
+            assert (await client.post(path, body))[0] == 200, (path, name)  # what was kept ends no later request
+        assert (await client.get("/stats"))[0] == 200
+
+
 async def test_a_large_body_is_parsed_beside_the_event_loop(tmp_path):
     """Measured in CPU time of the loop's thread, which other processes do not change."""
     tokens = list(range(100_000, 200_000))
@@ -180,7 +199,9 @@ def test_numbers_are_read_as_pythons_own_reader_reads_them(number: str):
     assert json_value(text.encode()) == json.loads(text)
 
 
-@pytest.mark.parametrize("odd", [b"NaN", b"1e999", b"{", b"9" * 5000, b"[" * 260 + b"]" * 260, b"[" * 9999])
+@pytest.mark.parametrize(
+    "odd", [b"NaN", b"1e999", b'"\\ud800"', b"\xff", b"{", b"9" * 5000, b"[" * 260 + b"]" * 260, b"[" * 9999]
+)
 def test_beside_a_long_integer_json_is_as_strict_as_without_one(odd: bytes):
     for text in (b"[%b]" % odd, b"[123456789012345678901234567890, %b]" % odd):
         with pytest.raises(BufferRequestError, match=r"nested|the body is not JSON"):

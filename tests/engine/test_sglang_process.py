@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from agl_slime.cli.settings import train_config
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
-from agl_slime.errors import ConfigError, EngineTimeoutError
+from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
 from tests.harness.train_process import train
 from tests.harness.waiting import becomes_true
 
@@ -103,6 +104,20 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
     assert command[-2:] == [*flags]  # the last word is theirs
 
 
+@pytest.mark.parametrize("start", ["ready", "before"])
+def test_killed_server_is_named_by_signal_and_memory(start: str, tmp_path: Path) -> None:
+    killed = "killed by signal 9, most often for memory; last words: "
+    if start == "before":
+        with pytest.raises(EngineError, match=f"SGLang for .* has ended: {killed}"):
+            SGLangProcess(tmp_path, python=a_python(tmp_path, "kill -9 $$")).start()
+        return
+    with SGLangProcess(tmp_path, python=serving(tmp_path)) as engine:
+        (server,) = [one for one in processes_of(tmp_path) if "--port" in one.info["cmdline"]]
+        server.kill()
+        assert engine.wait(20) == 137
+        assert engine.ending().startswith(killed)
+
+
 def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     python = a_python(tmp_path, "trap '' TERM; while true; do sleep 1; done")
     engine = SGLangProcess(tmp_path, python=python, log=tmp_path / "sglang.log", start_timeout_s=0.7)
@@ -178,7 +193,7 @@ def test_a_real_sglang_ends_with_its_run(cause: str, policy_dir: Path, tmp_path:
         _, alive = psutil.wait_procs(children, timeout=8.0)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     if cause == "the server dies":
-        assert "error: SGLang has died; its last words: " in run.text
+        assert re.search("error: SGLang has died: .*; last words: ", run.text)
     elif cause == "the last iteration":
         assert [line for line in run.lines if line.startswith("starting")] == ["starting SGLang ..."]
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -180,7 +180,7 @@ NAMES = {
     path: sorted({*protocol.honoured, *protocol.ignored, *IMPOSED, "thread", "telepathy"})
     for path, protocol in PROTOCOLS.items()
 }
-NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 0.5, -0.0, 1e308, 5e-324]
+NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 10**310, 0.5, -0.0, 1e308, 5e-324]
 TEXTS = ["", "x", "\ud800", "a\udc00b", "\x00", "auto", "none", "required", "json_schema", "assistant", "</think>"]
 FIELD_NAMES = """
     role content type text name id arguments function tool_calls tool_call_id input output call_id schema format

@@ -149,7 +149,7 @@ async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -
     await asyncio.to_thread(pool.start)
     await until(lambda: pool.failure is not None, 60)
     assert isinstance(pool.failure, LoopError)
-    assert "killed by signal 9" in str(pool.failure)
+    assert "killed by signal 9, most often for memory" in str(pool.failure)
     await asyncio.to_thread(pool.stop)
     assert (await store.get_rollout_by_id(poison)).status == "requeuing"  # type: ignore[union-attr]  # for another pool
 

@@ -45,6 +45,22 @@ def test_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
         child.start()
 
 
+@pytest.mark.parametrize(
+    ("exit_with", "ending"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 9)", "killed by signal 9, most often for memory"),
+        ("os.kill(os.getpid(), 15)", "killed by signal 15"),
+        ("sys.exit(137)", "killed by signal 9, most often for memory"),  # as a shell says it
+        ("sys.exit(255)", "exit code 255"),
+    ],
+)
+def test_ending_names_signal_memory_and_last_words(exit_with: str, ending: str) -> None:
+    with child_of(f"import os, sys; print('so long', flush=True); {exit_with}") as child:
+        child.wait(20)
+        assert child.ending() == f"{ending}; last words: so long"
+
+
 def test_a_server_that_prints_something_else_is_an_error() -> None:
     server = ServerChild(
         [sys.executable, "-c", "print('hello')"], name="the server", served="m", start_timeout_s=20, env=os.environ

@@ -77,10 +77,26 @@ async def test_requests_with_a_foreign_host_or_origin_are_403(url: str, path: by
         head = method + b" " + path + b" HTTP/1.1"
         for origin in (b"http://evil.example", b"null", b"http://" + local + b".evil.example", b"", b"\xff"):
             assert await status_of(url, head, b"Host: " + local, b"Origin: " + origin) == 403, origin
+        for site in (b"cross-site", b"same-site", b"telepathic"):  # an image's request has no Origin
+            for kind in (b"image", b"iframe", b"document"):
+                sent = b"Sec-Fetch-Site: " + site, b"Sec-Fetch-Dest: " + kind
+                assert await status_of(url, head, b"Host: " + local, *sent) == 403, sent
         # a page's name that was bound to this machine's address
         for host in (b"evil.example", b"10.0.0.7:80", b"[::2]", b"localhost.evil.example:80", b""):
             assert await status_of(url, head, b"Host: " + host, b"Origin: http://" + host) == 403, host
             assert await status_of(url, head, b"Host: " + host) == 403, host
+
+
+@pytest.mark.parametrize("url", [*SERVERS, "store"], indirect=True)
+async def test_an_image_of_a_page_changes_nothing_and_a_link_is_followed(url: str) -> None:
+    for path in (b"/flush_cache", b"/stats", b"/"):
+        head = b"GET " + path + b" HTTP/1.1", b"Host: " + urlsplit(url).netloc.encode()
+        assert await status_of(url, *head, b"Sec-Fetch-Site: cross-site", b"Sec-Fetch-Dest: image") == 403
+        plain = await status_of(url, *head)
+        for site in (b"none", b"same-origin"):  # of the address bar, of the server's own page
+            assert await status_of(url, *head, b"Sec-Fetch-Site: " + site, b"Sec-Fetch-Dest: image") == plain != 403
+        linked = await status_of(url, *head, b"Sec-Fetch-Site: cross-site", b"Sec-Fetch-Dest: document")
+        assert linked == (plain if path == b"/" else 403)
 
 
 async def test_malformed_hosts_are_answered_and_all_names_of_this_machine_served(url: str) -> None:

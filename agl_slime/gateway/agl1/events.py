@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.agl1.schemas import ATTEMPT, EventCreate, RewardData
 from agl_slime.support.agl_types import Span
+from agl_slime.support.http import json_bytes
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.reward import REWARD_PREFIX, UNNAMED, reward_dimensions, split_missing
 from agl_slime.tokens.span_codec import decode_turns, is_packed, parse_json
@@ -25,12 +24,12 @@ def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
     """Name and attributes of an event's span. Raises ``pydantic.ValidationError`` for a reward that is no finite
     number."""
     if event.event_type != "reward":
-        return EVENT_SPAN, {_TYPE: event.event_type, _DATA: orjson.dumps(event.data).decode()}
+        return EVENT_SPAN, {_TYPE: event.event_type, _DATA: json_bytes(event.data).decode()}
     reward = RewardData.model_validate(event.data)
     from agl_slime.support.agl import make_link_attributes
 
     values, missing = split_missing(reward.named)
-    attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode(), **missing}
+    attributes: dict[str, Any] = {_TYPE: "reward", _DATA: json_bytes(event.data).decode(), **missing}
     for index, (name, value) in enumerate(values.items()):
         attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": value}
     if reward.response_id is not None:

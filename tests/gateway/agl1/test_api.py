@@ -398,6 +398,17 @@ def test_whatever_is_created_is_refused_or_listed(api: Api) -> None:
         assert set(queued(api)) == created, body
 
 
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**70), 10**310])
+def test_integers_beyond_64_bits_stay_exact_in_tasks_and_events(api: Api, number: int) -> None:
+    [rollout] = api.http.post("/api/rollouts", json=[{"input": {"n": number}, "metadata": {"n": [number]}}]).json()
+    assert (rollout["input"]["n"], rollout["metadata"]["n"]) == (number, [number])
+    assert queued(api) == [rollout["rollout_id"]]
+    assert post_event(api, rollout["rollout_id"], json.dumps({"event_type": "mine", "data": {"n": number}})).is_success
+    assert api.events(rollout["rollout_id"])[0]["data"] == {"n": number}
+    refused = api.reward(rollout["rollout_id"], number)
+    assert (refused.status_code, "1e+18" in refused.text) == (422, True)
+
+
 def test_whatever_is_posted_as_an_event_can_be_read_again(api: Api) -> None:
     for body in drawn(EVENTS | ANY_JSON):
         rollout = api.create()
