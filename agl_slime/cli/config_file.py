@@ -22,6 +22,7 @@ from agl_slime.cli.options import GROUPS, PATHS, SLIMES_SETTINGS, find_setting, 
 from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
+from agl_slime.support.files import read_whole
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
@@ -119,7 +120,7 @@ def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
 def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
     """The settings in a file, without the ones that only the run that wrote it has. Raises ``ConfigError``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_whole(path).decode()
         values = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.support.files import read_whole
 
+_LINE_END = re.compile("\r\n?|\n")
 _SLICED = re.compile(r"(.*)@\[(-?\d*):(-?\d*)\]", re.DOTALL)
 
 
@@ -28,7 +31,7 @@ def split_slice(path: str | Path) -> tuple[Path, slice]:
 def digest(path: str | Path) -> str:
     """SHA-256 of the file, and of the slice if there is one."""
     file, part = split_slice(path)
-    whole = hashlib.sha256(file.read_bytes())
+    whole = hashlib.sha256(read_whole(file))
     if part != slice(None):
         whole.update(f"[{part.start}:{part.stop}]".encode())
     return whole.hexdigest()
@@ -51,7 +54,7 @@ def _sliced(rows: Iterable[tuple[str, Any]], part: slice) -> Iterator[tuple[str,
 def _json_rows(file: Path, flag: str) -> Iterator[tuple[str, Any]]:
     try:
         # not splitlines(), which also splits at U+2028 and other characters inside of JSON strings
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        lines = _LINE_END.split(read_whole(file).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(file, flag, error) from error
     for number, line in enumerate(lines, 1):
@@ -69,7 +72,7 @@ def _parquet_rows(file: Path, flag: str) -> Iterator[tuple[str, Any]]:
         raise MissingDependencyError(f'{flag} {file}: pip install "agl-slime[parquet]" reads parquet files') from error
     number = 0
     try:
-        with parquet.ParquetFile(file) as opened:
+        with parquet.ParquetFile(file if file.is_file() else io.BytesIO(read_whole(file))) as opened:
             for batch in opened.iter_batches():
                 for row in batch.to_pylist():
                     number += 1

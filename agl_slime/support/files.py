@@ -12,8 +12,10 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import socket
+import stat
 import time
 import uuid
 import zlib
@@ -34,6 +36,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
 _CHECKSUMS = "agl_slime_checksums.json"
 LOCK = ".lock"
+PIPE_SILENCE_S = 60.0
+_pipes: dict[tuple[str, int, int], bytes] = {}
 CACHE_VARIABLE = "AGL_SLIME_CACHE"
 _MAX_AGE_S = 24 * 3600.0  # older temporaries are removed even if their writer may live, on another host for example
 
@@ -113,6 +117,29 @@ def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable:
     """Replace ``target`` by ``content`` (text as UTF-8), see ``whole_file``."""
     with whole_file(target, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file; a pipe, such as a shell's ``<(command)``, is read once and its content kept for the next
+    call. Raises ``OSError``, also for a device, and for a pipe to which nobody writes for a minute."""
+    status = path.stat()
+    if stat.S_ISCHR(status.st_mode) and not path.samefile(os.devnull) or stat.S_ISBLK(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a device; give a file or a pipe")
+    if not stat.S_ISFIFO(status.st_mode):
+        return path.read_bytes()
+    key = str(path), status.st_dev, status.st_ino
+    if key not in _pipes:
+        parts = list[bytes]()
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
+            poll = select.poll()
+            poll.register(pipe, select.POLLIN)
+            while not parts or parts[-1]:
+                if not poll.poll(PIPE_SILENCE_S * 1000):
+                    raise OSError(errno.ETIMEDOUT, f"nobody has written to this pipe for {PIPE_SILENCE_S:g} s")
+                if (part := pipe.read(1 << 20)) is not None:
+                    parts.append(part)
+        _pipes[key] = b"".join(parts)
+    return _pipes[key]
 
 
 def write_checksums(directory: Path) -> None:
