@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.report.audit.figures import recompute_digest
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.support.files import whole_directory, whole_file
 
@@ -43,14 +44,18 @@ def export_run(
     rollouts = list(kept_rollouts(run_dir))
     rows: list[dict[str, Any]]
     if to == "sft":
-        rewards = {str(line["group_id"]): line["rewards"] for line in iter_jsonl(RunDir(run_dir).groups)}
+        rewards = {str(line.get("group_id")): line.get("rewards") or () for line in iter_jsonl(RunDir(run_dir).groups)}
         rows = list(sft_rows(rollouts, best=best, min_reward=min_reward, rewards=rewards))
     elif to == "dpo":
         rows = list(dpo_rows(rollouts, min_reward=min_reward, min_gap=min_gap))
     elif to == "messages":
         rows = [{"messages": list(each["messages"]), **_about(each)} for each in rollouts if each["messages"]]
     else:
-        rows = [row for rollout in rollouts for row in token_rows(rollout)]
+        try:
+            rows = [row for rollout in rollouts for row in token_rows(rollout)]
+        except ValueError as error:
+            fix = "`agl-slime audit` finds all that is damaged"
+            raise ConfigError(f"{RunDir(run_dir).rollouts}: {error}; {fix}") from error
     if not rows:
         fix = "train with --keep-rollouts all to keep whole groups" if to in ("sft", "dpo") else "it kept none"
         raise ConfigError(f"{run_dir}: of {len(rollouts)} kept rollouts none makes a row of {to}; {fix}")
@@ -101,8 +106,13 @@ def dpo_rows(
 
 def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row per Sample: ``input_ids`` with ``prompt_length``, and ``loss_mask`` and ``log_probs`` of the response (NaN
-    where the engine sampled nothing)."""
-    for sample in rollout["samples"]:
+    where the engine sampled nothing). Raises ``ValueError`` for columns that do not fit each other."""
+    for number, sample in enumerate(rollout["samples"], 1):
+        try:
+            recompute_digest(sample)
+        except (KeyError, ValueError) as error:
+            why = f"lacks {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"Sample {number} of rollout {rollout.get('rollout_id')} {why}") from error
         ids = np.frombuffer(base64.b64decode(sample["tokens"]), "<i4")
         log_probs = np.frombuffer(base64.b64decode(sample["engine_log_probs"]), "<f4")
         mask = np.zeros(len(log_probs), dtype=np.int8)
@@ -122,12 +132,15 @@ def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def kept_rollouts(run_dir: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a run's ``rollouts.jsonl``. Raises ``ConfigError`` without the file."""
+    """The rollouts of a run's ``rollouts.jsonl``, each once. Raises ``ConfigError`` without the file."""
     run = RunDir(run_dir)
     if not run.rollouts.is_file():
         raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")
+    seen = set[Any]()
     for line in iter_jsonl(run.rollouts):
-        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list):
+        name = line.get("rollout_id")
+        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list) and name not in seen:
+            seen |= {name} - {None}
             yield line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,45 @@ def test_axe_finds_no_serious_fault(browser: Any, tmp_path: Path, scheme: str, w
         assert page.evaluate("document.documentElement.scrollWidth") <= width, place
     page.close()
     assert not serious
+
+
+ODD = "rollout/9/% rollout/0/% token/0/%E0%A4%A/0 token/9/ro-1-2/0 token/0/ro-1-2/99 token/0/ro-1-2/x rollout/-1/x step/9/1"
+ODD += " step/0/x step/0.5/1 rollouts/9 alarms/1e9 rollout token step % __proto__/0 constructor/0/x rollout/0/__proto__ ///"
+
+
+def test_odd_addresses_get_a_page_that_says_so(page: Any, tmp_path: Path) -> None:
+    report = write_report([write_run(tmp_path)])
+    for place in ODD.split():
+        page.goto("about:blank")
+        page.goto(f"{report.as_uri()}#{place}")
+        page.wait_for_selector("h1")
+        text = page.inner_text("main")
+        assert "needs JavaScript" not in text, place
+        broken = "/%" in place or "9/" in place or place.split("/")[1:2] in (["-1"], ["0.5"], ["9"], ["1e9"])
+        assert ("This cannot be shown" in text) == broken, (place, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"tokens": "#"}, "no base64 of 32-bit numbers"),
+        ({"tokens": "AAA="}, "no base64 of 32-bit numbers"),
+        ({"engine_log_probs": "AAAAAA=="}, "different lengths"),
+        ({"advantages": ""}, "different lengths"),
+        ({"trained": [[-1, 2]]}, "different lengths"),
+        ({"prompt_length": -1}, "different lengths"),
+    ],
+)
+def test_damaged_token_arrays_are_named_as_such(
+    page: Any, tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    run = write_run(tmp_path)
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["rollout_id"] == "ro-1-2"]
+    line["samples"][0] |= fields
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page.goto(f"{write_report([run]).as_uri()}#token/0/ro-1-2/0")
+    heading(page, "This cannot be shown")
+    assert sentence in page.inner_text("main")
+    page.click("text=Trend")
+    heading(page, "Trend")

@@ -36,14 +36,17 @@ def same(one: Any, other: Any) -> bool:
 
 def recompute_digest(sample: dict[str, Any]) -> list[Any]:
     """Digest, number of trained tokens and their count by weight version; ``ValueError`` for misaligned columns."""
-    tokens = np.frombuffer(base64.b64decode(sample["tokens"], validate=True), "<i4")
+    columns = [sample[name] for name in ("tokens", "engine_log_probs", "trainer_log_probs", "advantages")]
+    try:
+        tokens, engine, *rest = (np.frombuffer(base64.b64decode(text, validate=True), "<f4") for text in columns)
+    except ValueError:
+        raise ValueError("has tokens, log-probs or advantages that are no base64 of 32-bit numbers") from None
     length = len(tokens) - sample["prompt_length"]
-    columns = [sample[name] for name in ("engine_log_probs", "trainer_log_probs", "advantages")]
-    engine, *rest = (np.frombuffer(base64.b64decode(text, validate=True), "<f4") for text in columns)
     spans = [*sample["trained"], *sample["turn_spans"], *(span[1:] for span in sample["weight_versions"])]
     fits = all(len(span) == 2 and 0 <= span[0] <= span[1] <= length + sample["left_out"] for span in spans)
     if sample["left_out"] and len(tokens) < MOST_TOKENS:
         raise ValueError(f"leaves tokens out, and has only {len(tokens)}")
+    fits = fits and sample["left_out"] >= 0 <= sample["prompt_length"]
     if not fits or {len(engine), *map(len, rest)} != {length} or len(sample["pieces"]) != len(tokens):
         raise ValueError("has tokens, pieces, spans, log-probs or advantages of different lengths")
     mask = np.zeros(length, dtype=bool)

@@ -44,7 +44,13 @@ const seconds = (value) => (value === null || value === undefined ? "–" : valu
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
 function bytesOf(text) {
-  const raw = atob(text || "");
+  let raw;
+  try {
+    raw = atob(text || "");
+    if (raw.length % 4) throw new Error();
+  } catch {
+    throw new Error("an array of its tokens is damaged (no base64 of 32-bit numbers)");
+  }
   const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
   return new DataView(bytes.buffer);

@@ -29,20 +29,25 @@ async function show({ keep = false } = {}) {
   const run = App.runs[Number(number) || 0];
   const view = h("div", { class: `view of-${kind}` });
   const release = releaseLater();
-  const id = decodeURIComponent(rest[0] || "");
-  if (kind === "step") step(view, run, Number(rest[0]));
-  else if (kind === "rollouts") rolloutList(view, run);
-  else if (kind === "rollout") await rollout(view, run, id);
-  else if (kind === "token") await tokens(view, run, id, Number(rest[1]) || 0);
-  else if (kind === "alarms") alarmList(view, run);
-  else trend(view);
+  try {
+    if (!run) throw new Error("there is no such run on this page");
+    const id = decodeURIComponent(rest[0] || "");
+    if (kind === "step") step(view, run, Number(rest[0]));
+    else if (kind === "rollouts") rolloutList(view, run);
+    else if (kind === "rollout") await rollout(view, run, id);
+    else if (kind === "token") await tokens(view, run, id, Number(rest[1]) || 0);
+    else if (kind === "alarms") alarmList(view, run);
+    else trend(view);
+  } catch (error) { // a mistyped address, a damaged record
+    view.replaceChildren(h("h1", { tabindex: -1 }, "This cannot be shown"), h("p", {}, `${location.hash}: ${error.message}. The address may be mistyped, or a record damaged: agl-slime audit finds what is.`));
+  }
   if (turn !== showing) return; // another page was opened meanwhile
   release();
   const main = document.getElementById("main");
   const scrolled = [scrollX, scrollY];
   main.replaceChildren(view);
-  header(LEVELS.some(([name]) => name === kind) || ["rollout", "token"].includes(kind) ? kind : "trend", run.number);
-  document.title = `agl-slime: ${run.name} – ${view.querySelector("h1")?.textContent ?? ""}`;
+  header(LEVELS.some(([name]) => name === kind) || ["rollout", "token"].includes(kind) ? kind : "trend", run?.number ?? 0);
+  document.title = `agl-slime: ${run?.name ?? ""} – ${view.querySelector("h1")?.textContent ?? ""}`;
   if (keep) return scrollTo(...scrolled);
   scrollTo(0, 0);
   if (App.started) view.querySelector("h1")?.focus({ preventScroll: true });

@@ -22,6 +22,10 @@ const level = (value) => (value === null ? "t-none" : `t-l${[-0.01, -0.1, -0.7, 
 function tokensOf(sample) {
   const ids = integers(sample.tokens), valid = (v) => (v === undefined || Number.isNaN(v) ? null : v);
   const [engine, trainer, advantage] = [sample.engine_log_probs, sample.trainer_log_probs, sample.advantages].map((text) => floats(text).map(valid));
+  const response = ids.length - sample.prompt_length;
+  const spans = [...sample.trained, ...sample.weight_versions.map((span) => span.slice(1))];
+  const fits = sample.prompt_length >= 0 && spans.every(([start, end]) => 0 <= start && start <= end && end <= response + sample.left_out);
+  if (!fits || [engine, trainer, advantage].some((each) => each.length !== response)) throw new Error("its tokens, spans, log-probs or advantages have different lengths: they are damaged");
   const versions = new Map();
   const tokens = ids.map((id, i) => {
     const at = i - sample.prompt_length;

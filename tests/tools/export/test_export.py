@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,50 @@ def test_exported_token_counts_equal_the_trained_ones(run_dir: Path) -> None:
         assert row["prompt_length"] + len(row["loss_mask"]) == len(row["input_ids"])
         assert len(row["log_probs"]) > 0
         assert np.array_equal(np.isfinite(row["log_probs"]), np.asarray(row["loss_mask"], dtype=bool))
+
+
+def damaged(run_dir: Path, to: Path, change: Any, *, twice: bool = False) -> Path:
+    """A copy of the run's files in which ``change`` was applied to the first rollout; its lines twice if asked."""
+    to.mkdir()
+    for name in ("groups.jsonl", "rollouts.jsonl"):
+        lines = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+        if name == "rollouts.jsonl":
+            change(lines[0]["samples"][0])
+        (to / name).write_text("".join(json.dumps(line) + "\n" for line in lines) * (1 + twice))
+    return to
+
+
+FLOATS = base64.b64encode(np.zeros(1, "<f4").tobytes()).decode()
+DAMAGE: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_length": -1}, "different lengths"),
+    ({"prompt_length": 10**6}, "different lengths"),
+    ({"left_out": -1}, "leaves tokens out"),
+    ({"trained": [[-3, -1]]}, "different lengths"),
+    ({"trained": [[0, 10**6]]}, "different lengths"),
+    ({"engine_log_probs": FLOATS}, "different lengths"),
+    ({"tokens": FLOATS}, "different lengths"),
+    ({"tokens": "AAA"}, "no base64 of 32-bit numbers"),
+    ({"engine_log_probs": "AAAAAAAA"}, "no base64 of 32-bit numbers"),
+    ({"engine_log_probs": "#"}, "no base64 of 32-bit numbers"),
+]
+
+
+def test_token_columns_that_do_not_fit_are_refused_by_rollout(run_dir: Path, tmp_path: Path) -> None:
+    for number, (fields, sentence) in enumerate(DAMAGE):
+        copy = damaged(run_dir, tmp_path / str(number), lambda sample, fields=fields: sample.update(fields))
+        for to in ("parquet", "hf-dataset"):
+            with pytest.raises(ConfigError, match=rf"rollouts\.jsonl: Sample 1 of rollout ro-\w+ .*{sentence}.*; "):
+                export_run(copy, to=to)
+    copy = damaged(run_dir, tmp_path / "lacks", lambda sample: sample.pop("advantages"))
+    with pytest.raises(ConfigError, match=r"Sample 1 of rollout ro-\w+ lacks 'advantages'; "):
+        export_run(copy, to="parquet")
+
+
+def test_doubled_lines_are_exported_once(run_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="writes the table: pip install pyarrow")
+    doubled = damaged(run_dir, tmp_path / "doubled", lambda sample: None, twice=True)
+    for to in ("messages", "parquet", "sft", "dpo"):
+        assert export_run(doubled, to=to, best=9)[1] == export_run(run_dir, to=to, best=9)[1], to
 
 
 @pytest.mark.slow
