@@ -37,42 +37,43 @@ Digits = Annotated[str, StringConstraints(pattern="^[1-9][0-9]{0,5}$")]
 
 
 class ItemFields(BaseModel):
-    """The item of a finished rollout. Further fields are allowed, and delivered unchanged."""
+    """The item of a finished rollout. Further fields are allowed, and delivered unchanged. A repeated write of a
+    ``uid`` (generated if missing) is stored once; items of one ``instance_id`` form groups, which ``group_id``
+    separates, as for several epochs. An item without a ``reward`` is never trained on; ``error`` in ``extra_info``
+    marks failures."""
 
-    uid: Id | None = Field(None, description="Id of the item; a repeated write is stored once. Generated if missing.")
-    instance_id: Id = Field(description="Id of the prompt: items of one instance form groups.")
-    group_id: Id | None = Field(None, description="Separates groups of one instance, such as several epochs.")
-    messages: list[dict[str, Any]] = Field(description="The conversation in OpenAI's format.")
-    reward: Annotated[Any, BeforeValidator(_as_float)] = Field(
-        None, description="A number; an item without one is never trained on."
-    )
-    extra_info: dict[str, Any] | None = Field(None, description="Data to keep with the item; `error` marks failures.")
-    task_type: str | None = Field(None, description="The same for all items of a request.")
+    uid: Id | None = None
+    instance_id: Id
+    group_id: Id | None = None
+    messages: list[dict[str, Any]]
+    reward: Annotated[Any, BeforeValidator(_as_float)] = None
+    extra_info: dict[str, Any] | None = None
+    task_type: str | None = None
 
 
 class ReadRequest(BaseModel):
-    """A reader's request."""
+    """A reader's request for whole groups, at least one, of at most ``batch_size`` items. A repeated ``request_id``
+    gets the same answer again; ``ack`` names earlier ones whose items the reader has saved."""
 
-    batch_size: Annotated[StrictInt, Field(ge=1, le=2**53), Whole] | None = Field(
-        None, description="Most items to return, in whole groups, at least one group."
-    )
-    task_type: str | None = Field(None, description="Needed only when several task types are in use.")
-    request_id: Name | None = Field(None, description="A repeated request_id gets the same answer again.")
-    ack: list[str] | None = Field(None, description="Earlier request_ids whose items the reader has saved.")
+    batch_size: Annotated[StrictInt, Field(ge=1, le=2**53), Whole] | None = None
+    task_type: str | None = None
+    request_id: Name | None = None
+    ack: list[str] | None = None
 
 
 class StartRequest(BaseModel):
-    """The fields of ``/start_rollout`` that the buffer reads; the generator gets the whole payload."""
+    """The fields of ``/start_rollout`` that the buffer reads; the generator gets the whole payload. slime's client
+    sends ``num_repeat_per_sample``, the items per group, as text; ``skip_instance_ids`` and ``trained_groups`` (the
+    ``buffer_group`` of items) were trained on before; ``fresh`` drops the items of earlier runs, as each evaluation
+    does."""
 
     task_type: str
-    num_repeat_per_sample: Annotated[StrictInt, Field(ge=1, le=1_000_000), Whole] | Digits = Field(
-        1, description="Items per group; slime's client sends it as text."
-    )
+    num_repeat_per_sample: Annotated[StrictInt, Field(ge=1, le=1_000_000), Whole] | Digits = 1
     input_file: str | None = None
     sampling_params: dict[str, Any] | None = None
-    skip_instance_ids: list[Id] | None = Field(None, description="Instances that were trained before.")
-    trained_groups: list[str] | None = Field(None, description="`buffer_group` of the items that were trained on.")
-    fresh: StrictBool = Field(False, description="Drop the items of earlier runs, as each evaluation does.")
+    skip_instance_ids: list[Id] | None = None
+    trained_groups: list[str] | None = None
+    fresh: StrictBool = False
 
     @property
     def group_size(self) -> int:

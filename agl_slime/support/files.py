@@ -123,7 +123,7 @@ def read_whole(path: Path) -> bytes:
     """The content of a file; a pipe, such as a shell's ``<(command)``, is read once and its content kept for the next
     call. Raises ``OSError``, also for a device, and for a pipe to which nobody writes for a minute."""
     status = path.stat()
-    if stat.S_ISCHR(status.st_mode) and not path.samefile(os.devnull) or stat.S_ISBLK(status.st_mode):
+    if (stat.S_ISCHR(status.st_mode) and not path.samefile(os.devnull)) or stat.S_ISBLK(status.st_mode):
         raise OSError(errno.EINVAL, "it is a device; give a file or a pipe")
     if not stat.S_ISFIFO(status.st_mode):
         return path.read_bytes()

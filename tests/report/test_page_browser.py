@@ -168,8 +168,10 @@ def test_axe_finds_no_serious_fault(browser: Any, tmp_path: Path, scheme: str, w
     assert not serious
 
 
-ODD = "rollout/9/% rollout/0/% token/0/%E0%A4%A/0 token/9/ro-1-2/0 token/0/ro-1-2/99 token/0/ro-1-2/x rollout/-1/x step/9/1"
-ODD += " step/0/x step/0.5/1 rollouts/9 alarms/1e9 rollout token step % __proto__/0 constructor/0/x rollout/0/__proto__ ///"
+ODD = """
+    rollout/9/% rollout/0/% token/0/%E0%A4%A/0 token/9/ro-1-2/0 token/0/ro-1-2/99 token/0/ro-1-2/x rollout/-1/x step/9/1
+    step/0/x step/0.5/1 rollouts/9 alarms/1e9 rollout token step % __proto__/0 constructor/0/x rollout/0/__proto__ ///
+"""
 
 
 def test_odd_addresses_get_a_page_that_says_so(page: Any, tmp_path: Path) -> None:
