@@ -23,7 +23,7 @@ from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
-from agl_slime.support.threads import LoopThread, run_in_thread
+from agl_slime.support.threads import LoopThread, run_blocking, run_in_thread
 from agl_slime.tokens.replay import remove_replay
 
 if TYPE_CHECKING:
@@ -179,26 +179,42 @@ class CompletionFollower:
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.thread = LoopThread(self._serve, name="agl-slime-datasource")
+        self._starting, self._started = threading.Lock(), False
+        self._unsubscribe: Callable[[], None] | None = None
+        if self.notifies:
+            self._unsubscribe = store.subscribe_finished(lambda rollout: self.submit(listener.look, rollout.rollout_id))
 
     def start(self) -> None:
-        if self._store is not None:
-            self.thread.start()
+        """Start the thread, as the first completion and every call that needs it do. Has no effect after ``stop``."""
+        with self._starting:
+            if self._store is not None and not self._started:
+                self._started = True
+                self.thread.start()
 
     def begin(self) -> None:
         """Start to follow a remote store from the current position, or to scan a plain one. A saved state can be
         restored before this call only."""
+        self.start()
         self.thread.call(self._begun.set)
 
     def submit(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Run ``work(*args)`` on the loop. From any thread."""
+        self.start()
         self.thread.call(self._spawn, work, *args)
 
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """A future of a coroutine of another loop that runs on this one. Raises ``RuntimeError`` when it has ended."""
+        self.start()
         assert self.thread.loop is not None
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.thread.loop))
 
     def stop(self, timeout_s: float) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        with self._starting:
+            started, self._started = self._started, True
+        if not started and self.has_feed:
+            run_blocking(self._store.close())
         self.thread.call(self._stop_asked.set)
         self.thread.join(timeout_s)
 
@@ -264,16 +280,11 @@ class CompletionFollower:
             self._listener.failed(error)
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        look, unsubscribe = self._listener.look, None
-        if self.notifies:
-            unsubscribe = self._store.subscribe_finished(lambda rollout: self.submit(look, rollout.rollout_id))
         self._spawn(self._follow if self.has_feed else self._poll)
         self._spawn(self._tick)
         endless = set(self._tasks)
         ready()
         await self._stop_asked.wait()
-        if unsubscribe is not None:
-            unsubscribe()
         for task in endless:
             task.cancel()
         if reading := self._tasks - endless:

@@ -129,7 +129,6 @@ class GroupSource:
         )
         self.follower = self.ingestor.follower
         self._stopped = False
-        self.follower.start()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Up to ``num_samples`` groups, oldest first; waits until that many are ready or no more can become ready.
@@ -221,6 +220,7 @@ class GroupSource:
     def expect(self, group_id: str, *, size: int, mode: str = "train", on_end: OnEnd | None = None) -> None:
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too.
         ``on_end`` is called on the data source's thread."""
+        self.follower.start()
         with self.changed:
             self.ingestor.announced = True
             self.assembler.announce(group_id, size=size, mode=mode)
@@ -231,6 +231,7 @@ class GroupSource:
         """Note that these rollouts were enqueued: the ledger counts them as in flight, and a store without
         notifications is polled about them. Pass ``Rollout`` objects, not ids, for members whose group may be finalized
         without them."""
+        self.follower.start()
         self.ingestor.opened(rollouts)
 
     def set_version(self, version: str | int, *, named: bool = False) -> None:

@@ -103,7 +103,8 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
         same = sum(all_equal(_rewards(group)) for group in judged)
         return same / len(judged) if len(judged) >= MIN_GROUPS else 0.0
 
-    for first, duration in _runs(steps, lambda step: share(step) > SAME_SHARE and not any(_broken(step))):
+    untaught = (step for step in steps if not _has_teacher(step))
+    for first, duration in _runs([*untaught], lambda step: share(step) > SAME_SHARE and not any(_broken(step))):
         text = f"in {share(first):.0%} of the groups all rewards are equal, {duration}: their advantage is 0"
         advice = "easier or harder tasks, more rollouts per prompt (--n-samples-per-prompt), a reward with more steps,"
         advice += " or --drop-zero-variance, which replaces such groups"
@@ -239,14 +240,14 @@ def wrong_logprobs(steps: Sequence[_Step]) -> Iterator[Alarm]:
 
 
 def equal_rewards(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """All rewards since the start of the run are equal."""
+    """All rewards since the start of the run are equal, and no teacher is learned from."""
     rewards: set[float] = set()
     judged: list[_Step] = []
     for step in steps:
         of_step = [reward for group in step.groups for reward in _rewards(group)]
         if len(rewards := rewards.union(of_step)) > 1:
             break
-        judged += [step] if len(of_step) >= MIN_ROLLOUTS else []
+        judged += [step] if len(of_step) >= MIN_ROLLOUTS and not _has_teacher(step) else []
     if len(judged) >= CONSECUTIVE and len(rewards) == 1:
         text = (
             f"every reward of the first {len(judged)} iterations is {rewards.pop():g}: there is nothing to learn from"
@@ -384,6 +385,11 @@ def _steps(metrics: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, A
 
 def _rewards(group: Mapping[str, Any]) -> list[float]:
     return [reward for reward in group.get("rewards") or () if isinstance(reward, int | float)]
+
+
+def _has_teacher(step: _Step) -> bool:
+    """Whether a teacher's log-probs are in the advantages, which equal rewards then leave."""
+    return not step.metrics.keys().isdisjoint(("train/teacher_kl", "train/opd_reverse_kl"))
 
 
 def _aborted(member: _Member) -> bool:

@@ -11,7 +11,6 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import aiohttp
 import orjson
@@ -75,12 +74,10 @@ async def listening(
     options = {"access_log": None, "logger": _connection_logger, "auto_decompress": False, **options}
     runner = web.AppRunner(app, keepalive_timeout=stalled_s, **options)
     await runner.setup()
-    cutting = asyncio.ensure_future(guard.cut_silent(runner))
     try:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
         yield local_url(host, runner.addresses[0][1])
     finally:
-        cutting.cancel()
         await runner.cleanup()
 
 
@@ -94,12 +91,9 @@ class _Guard:
 
     def __init__(self, *, check_host: bool, stalled_s: float) -> None:
         self._check_host, self._stalled_s = check_host, stalled_s
-        self._spoke: WeakSet[asyncio.BaseTransport] = WeakSet()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.transport is not None:
-            self._spoke.add(request.transport)
         refusal, status = page_refusal(request.headers, request.path, check_host=self._check_host), 403
         if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
             refusal, status = "the body is compressed: send it as it is", 415
@@ -121,17 +115,6 @@ class _Guard:
                 self._watch(request, request.content.total_bytes)
 
         asyncio.get_running_loop().call_later(self._stalled_s, look)
-
-    async def cut_silent(self, runner: web.AppRunner) -> None:
-        """Close connections that have not sent a whole request head; aiohttp before 3.14.4 times only later
-        requests."""
-        seen: set[Any] = set()
-        while runner.server is not None:
-            await asyncio.sleep(self._stalled_s / 2)
-            silent = {each for each in runner.server.connections if each.transport not in self._spoke}
-            for connection in silent & seen:
-                connection.force_close()
-            seen = silent
 
 
 def stop_signal() -> asyncio.Event:

@@ -38,6 +38,35 @@ async def test_stop_wakes_waiting_callers_and_leaves_the_store() -> None:
             running.source.get_samples(1)
 
 
+async def test_its_thread_starts_at_the_first_use_or_completion_and_not_before_or_after() -> None:
+    def running() -> bool:
+        return source.follower.thread._thread in threading.enumerate()
+
+    def use(source: GroupSource, how: str) -> None:
+        {
+            "expect": lambda: source.expect("g", size=1),
+            "opened": lambda: source.opened(["ro-1"]),
+            "notify": lambda: source.notify("ro-1"),
+            "begin": source.follower.begin,
+        }[how]()
+
+    for how in ("expect", "opened", "notify", "begin", "completion"):
+        store = BridgeStore()
+        source = GroupSource(store=store, settings=QUICK)
+        assert not running()
+        ids = await enqueue(store, 1)
+        await finish(store, *ids) if how == "completion" else use(source, how)
+        assert running(), how
+        source.stop()
+        assert not running()
+        source.stop()
+    unused = source = GroupSource(store=store, settings=QUICK)
+    unused.stop()
+    use(unused, "begin")
+    assert not running()
+    assert store._finished_listeners == []
+
+
 async def test_a_store_that_breaks_surfaces_where_samples_are_waited_for() -> None:
     class Breaking(BridgeStore):
         async def get_latest_attempt(self, rollout_id: str) -> Any:

@@ -149,6 +149,10 @@ def test_slimes_data_source_gives_samples_with_the_teachers_log_probs(embedded_e
         assert len(groups) == 2
         for scored in flat_samples(groups):
             assert len(scored.teacher_log_probs or ()) == scored.response_length > 0
+        assert source._teachers is not None
+        clients = source._teachers._clients
+        assert all(client._http._sessions for client in clients)
+    assert not any(client._http._sessions for client in clients)
 
 
 def test_a_rollout_has_the_source_name_of_its_task():

@@ -157,6 +157,17 @@ def test_each_fault_raises_its_alarm_and_no_other(
     assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/", "autopsy/"))
 
 
+@pytest.mark.parametrize("metric", ["train/teacher_kl", "train/opd_reverse_kl"])  # the local trainer's, slime's
+@pytest.mark.parametrize("fault", [no_reward, no_spread])
+def test_equal_rewards_are_no_fault_beside_a_teacher(fault: Callable[[Run], None], metric: str) -> None:
+    run = healthy()
+    fault(run)
+    assert find_alarms(*run)
+    for row in run[0]:
+        row[metric] = 0.1
+    assert find_alarms(*run) == []
+
+
 def test_every_alarm_check_has_a_fault_that_raises_it() -> None:
     from agl_slime.report import alarms
 

@@ -226,6 +226,8 @@ class AGLDataSource(DataSource):
         if self._connection is not None:
             self._connection.stop()
         self.groups.stop(timeout_s)
+        if self._teachers is not None:
+            run_blocking(self._teachers.aclose())
 
     close = stop
 
