@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from agl_slime.cli.flags import flag, split_env_flags
 from agl_slime.cli.options import GROUPS, PATHS, SLIMES_SETTINGS, find_setting, name_of
 from agl_slime.cli.settings import TrainConfig, flat_values, train_config
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, SettingError
 from agl_slime.report.files import RunDir
 from agl_slime.support.files import read_whole
 from agl_slime.train.local.settings import LocalTrainerSettings
@@ -81,8 +81,10 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     options, ours = _found(ours, "--config")
     resumed, _ = _found(ours, "--output-dir", "--output_dir")
     values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    own = RunDir(resumed).config if resumed is not None else None
     overridden = {argument.partition("=")[0].replace("_", "-") for argument in ours}
-    if "--resume" in overridden and resumed and (own := RunDir(resumed).config).is_file():
+    if "--resume" in overridden and own is not None and own.is_file():
         values = read_config(own, overridden=overridden | ({flag("env_arguments")} if env_flags else set()))
     if options is not None:
         given = read_config(options, overridden=overridden)
@@ -91,16 +93,27 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     env_flags = env_flags or tuple(values.pop("env_arguments", ()))
     if any(name in values or flag(name) in overridden for name in SLIMES_SETTINGS):
         values.setdefault("trainer", "slime")
-    default = _Flags(
+    try:
+        parsed = _parse("train.py", ours, default=_default_flags(values))
+        settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
+        return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
+    except SettingError as error:
+        key = error.name.removeprefix("--").replace("-", "_") if error.name.startswith("--") else f"local.{error.name}"
+        for file, named in ((options, given), (own, values)):
+            if flag(key) not in overridden and key in {*named, *(f"local.{name}" for name in named.get("local", ()))}:
+                raise ConfigError(f"--config {file}: {key} {error.problem}") from error
+        raise
+
+
+def _default_flags(values: Mapping[str, Any]) -> Any:
+    """The flags' defaults: the settings of files."""
+    return _Flags(
         local=LocalTrainerSettings(**values.get("local", {})),
         **{
             _attribute(title): group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
             for title, group in _GROUPS.items()
         },
     )
-    parsed = _parse("train.py", ours, default=default)
-    settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
-    return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
 
 
 def _found(arguments: Sequence[str], *names: str) -> tuple[Path | None, list[str]]:

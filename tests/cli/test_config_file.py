@@ -154,12 +154,26 @@ def test_a_password_is_not_written_and_has_to_be_given_again(tmp_path: Path) -> 
         ("x.toml", "num-iterations = 3\nnum_iterations = 4", "num_iterations is there twice, also as num_iterations;"),
         ("x.toml", 'model_path = "a"\nmodel = "b"', "model_path is there twice, also as model; leave one out$"),
         ("x.json", '{"seed": 1, "seed": 2}', "not JSON: 'seed' is there twice$"),
+        ("x.toml", "num_iterations = 0", "num_iterations must be at least 1, got 0$"),
+        ("x.json", '{"local": {"lr": -1.0}}', "local.lr must be above 0, got -1.0$"),
+        ("x.toml", "temperature = 0.0", "temperature must be above 0: training needs samples that differ, got 0.0$"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(name: str, content: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=rf"^--config .*{name}: {sentence}"):
         parse(tmp_path / name)
+
+
+def test_a_flag_out_of_its_range_is_named_and_not_the_file_under_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_iterations": 0}')
+    for flags, start in (
+        (["--config", str(tmp_path / "config.json"), "--num_iterations", "-1"], "--num-iterations must be"),
+        (["--resume", "--output-dir", str(tmp_path)], f"--config {tmp_path}/config.json: num_iterations must be"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_train_config(flags)
+        assert str(caught.value).startswith(start)
 
 
 def test_a_resumed_run_has_its_own_settings_under_flags_and_files(tmp_path: Path) -> None:
