@@ -38,7 +38,7 @@ async def test_stop_wakes_waiting_callers_and_leaves_the_store() -> None:
             running.source.get_samples(1)
 
 
-async def test_its_thread_starts_at_the_first_use_or_completion_and_not_before_or_after() -> None:
+async def test_its_thread_starts_at_the_first_use_or_completion() -> None:
     def running() -> bool:
         return source.follower.thread._thread in threading.enumerate()
 
