@@ -19,6 +19,7 @@ from agl_slime.report.rollouts import describe_group
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout
+from tests.harness.chat_templates import SYSTEM_FIRST
 from tests.harness.conversations import ScriptedClient, generation_of
 from tests.harness.gateway import WEATHER
 from tests.harness.rollouts import run_rollouts
@@ -64,6 +65,9 @@ async def test_task_and_prompt_may_be_strings_and_other_prompts_are_refused() ->
     played = await rollout(Echo, ["hello"], task="hello")
     assert played.sample.reward == 1.0
     assert "<|im_start|>user\nhello<|im_end|>" in played.prompts[0]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    played = await rollout(Echo, ["hello"], SYSTEM_FIRST, task=messages)
+    assert "<|im_start|>system\nBe brief.<|im_end|>" in played.prompts[0]  # of a template without developers
     played = await rollout(Echo, [], task={"role": "user"})
     assert "Echo.build_prompt must return chat messages" in played.failure
 

@@ -52,14 +52,9 @@ async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
-        data = {
-            "remote_engine_url": "http://127.0.0.1:9",
-            "remote_buffer_url": server.url,
-            "input_file": str(path),
-            "num_repeat_per_sample": "2",
-            "num_process": 3,
-            "sampling_params": {"max_tokens": 16},
-        }
+        data: dict[str, Any] = {"remote_engine_url": "http://127.0.0.1:9", "remote_buffer_url": server.url}
+        data |= {"input_file": str(path), "num_repeat_per_sample": "2", "num_process": 3}
+        data |= {"sampling_params": {"max_tokens": 16}}
         await agl_generator.run_agent(Asker(tokenizer=TOKENIZER, client=Engine()), data)
         items = await client.read()
         _, stats = await client.get("/stats")

@@ -56,10 +56,6 @@ def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str)
         train_config(**settings)
 
 
-def test_zero_staleness_is_a_limit() -> None:
-    assert train_config(max_staleness=0).loop.max_staleness == 0
-
-
 def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> None:
     assert train_config().template == {}
     config = train_config(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from agl_slime.cli import doctor
 from agl_slime.cli.doctor import Line, examine, used
 from agl_slime.cli.main import main
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
+from agl_slime.runner.controller_process import PYTHON_VARIABLE
 from tests.harness.servers import free_port
 
 
@@ -62,7 +64,9 @@ def test_the_engine_s_address_and_python_are_probed(tmp_path: Path, monkeypatch:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert examined(url)["--sglang-url"].verdict == "ok"
     monkeypatch.setenv(SGLANG_PYTHON, str(tmp_path / "none"))
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)  # with Agent Lightning 0.3
     lines = examined(f"http://127.0.0.1:{free_port()}")
-    for name, text in (("--sglang-url", "cannot be reached"), ("SGLang", "scripts/sglang_cpu.sh")):
+    texts = {"--sglang-url": "cannot be reached", "SGLang": "scripts/sglang_cpu.sh"}
+    for name, text in {**texts, "Agent Lightning 1.0": "which has no controller"}.items():
         assert lines[name].verdict == "--"
         assert text in lines[name].text

@@ -37,6 +37,7 @@ Train = Callable[..., tuple[int, str]]
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_unchanged: None) -> Path:
     """The working directory, with agents, tasks and a directory without a model."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as without the extra
     (tmp_path / "cli_agents.py").write_text(AGENTS)
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
@@ -82,6 +83,7 @@ SILENT = "--agent cli_agents:Silent"
         (f"{SILENT} --tasks tasks.jsonl --eval-interval 0", "--model-path is needed"),
         ("--tasks missing.jsonl", "error: --tasks missing.jsonl: cannot be read (No such file or directory)"),
         ("--tasks deep.jsonl", "error: --tasks deep.jsonl, line 1: not JSON"),
+        ("--tasks x.parquet", 'error: --tasks x.parquet: pip install "agl-slime[parquet]" reads parquet files'),
         ("--model-path nowhere", "error: --model-path nowhere: there is no Hugging Face checkpoint (no config.json)"),
         ("--output-dir exits.py", "output directory exits.py is a file"),
         ("--sglang-url localhost", "the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'"),

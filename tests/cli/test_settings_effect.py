@@ -70,6 +70,8 @@ def request(config: TrainConfig) -> Any:
 def parts(config: TrainConfig) -> Any:
     """The agent and its tasks."""
     loaded = asyncio.run(load_parts(config))
+    if config.eval_tasks is None and isinstance(loaded.tasks, list):
+        assert not [task for task in loaded.tasks if task in (loaded.val_tasks or ())]  # held out
     agent = loaded.agent
     figures = [getattr(agent, name, None) for name in ("max_turns", "scheduler", "image_settings")]
     return type(agent).__name__, [type(one) for one in figures], figures[0], loaded.tasks, loaded.val_tasks

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agl_slime.data.read import collect
@@ -12,7 +15,9 @@ from agl_slime.errors import RolloutError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.span_codec import TurnEncoder
-from tests.harness.stores import a_turn, enqueue, finish
+from tests.harness.stores import a_turn, enqueue, finish, make_span
+from tests.harness.vocabularies import chat_tokenizer
+from tests.tokens.test_forks import UNMARKED
 
 
 async def read(**end: Any) -> Any:
@@ -56,6 +61,31 @@ async def test_invalid_token_count_is_not_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TurnEncoder, "encode", lambda *turn: {**encode(*turn), names.USAGE_OUTPUT_TOKENS: count})
     member = await read()
     assert (member.turns, member.sampled_tokens) == (1, sampled)
+
+
+@pytest.mark.parametrize(("log_probs", "why"), [([-0.5], "1 log-probs for 2 ids"), ([-0.5, -math.inf], "-inf")])
+async def test_log_probs_that_cannot_be_right_fail_the_rollout(log_probs: list[float], why: str) -> None:
+    turn = a_turn()
+    object.__setattr__(turn, "log_probs", np.array(log_probs, dtype=np.float32))  # as another writer's
+    member = await read(turns=[turn])
+    assert (member.failure, why in member.failure_message) == ("bad_trace", True), member.failure_message
+
+
+async def test_two_turns_of_text_are_one_sample_of_new_tokens() -> None:
+    store, messages = BridgeStore(), list[dict[str, str]]()
+    [rollout_id] = await enqueue(store)
+    attempt_id = await finish(store, rollout_id, turns=[])
+    for turn in (1, 2):
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        answer = {"role": "assistant", "content": f"Answer {turn}!\n"}
+        texts = {names.INPUT_MESSAGES: json.dumps(messages), names.OUTPUT_MESSAGES: json.dumps([answer])}
+        span = make_span(rollout_id, attempt_id, turn, **texts, **{"gen_ai.operation.name": "chat"})
+        await store.add_many_spans([span])
+        messages.append(answer)
+    member = await collect(store, rollout_id, tokenizer=chat_tokenizer("deepseek", UNMARKED))
+    assert member is not None
+    [sample] = member.samples
+    assert (sample.metadata["token_source"], sample.rollout_log_probs) == ("retokenized", None)
 
 
 async def test_only_a_large_trace_is_converted_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

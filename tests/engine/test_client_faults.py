@@ -167,6 +167,8 @@ async def test_probe_describes_the_server() -> None:
     async with ScriptedEngine(weight_version="4") as engine, SGLangClient(base_url=engine.url) as client:
         info = await client.probe()
         assert (info.base_url, info.model_path, info.weight_version) == (engine.url, "/models/scripted", "4")
+        for engine.lists_versions in (True, False):
+            assert await client.lists_weight_versions() is engine.lists_versions
         engine.always("/model_info", Stall())
         with pytest.raises(EngineUnreachableError, match="check the URL"):
             await client.probe(timeout_s=0.2)

@@ -22,14 +22,9 @@ from tests.harness.scripted_engine import QUICK, ScriptedEngine
 
 
 def answer(**meta: Any) -> dict[str, Any]:
-    fields = {
-        "id": "4a9f",
-        "finish_reason": {"type": "length", "length": 2},
-        "prompt_tokens": 20,
-        "cached_tokens": 16,
-        "weight_version": "7",
-        "output_token_logprobs": [[-1.5, 366, None], [-0.25, 12, None]],
-    }
+    fields: dict[str, Any] = {"id": "4a9f", "finish_reason": {"type": "length", "length": 2}, "prompt_tokens": 20}
+    fields |= {"cached_tokens": 16, "weight_version": "7"}
+    fields |= {"output_token_logprobs": [[-1.5, 366, None], [-0.25, 12, None]]}
     return {"text": "ab", "output_ids": [366, 12], "meta_info": fields | meta}
 
 

@@ -32,11 +32,7 @@ aborts = st.lists(st.integers(0, 6), max_size=8)
 
 
 async def run(
-    prompt: list[int],
-    sampling: SamplingParams,
-    faults: list[Abort | NewVersion],
-    *,
-    engine: ScriptedEngine,
+    prompt: list[int], sampling: SamplingParams, faults: list[Abort | NewVersion], *, engine: ScriptedEngine
 ) -> tuple[Generation, list[int]]:
     """The client's loop without HTTP; also the size of each request's budget."""
     generation = ResumableGeneration(

@@ -11,13 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agl_slime.engine.client.retry import (
-    check_event,
-    context_limit,
-    engine_error,
-    refusal,
-    retry_after_s,
-)
+from agl_slime.engine.client.retry import check_event, context_limit, engine_error, refusal, retry_after_s
 from agl_slime.errors import (
     ContextOverflowError,
     EngineError,

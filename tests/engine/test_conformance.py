@@ -227,12 +227,14 @@ async def test_invalid_request_is_a_400_with_a_message(client: Client, body: dic
     assert message in answer["error"]["message"]
 
 
-async def test_out_of_vocabulary_ids_are_refused(client: Client) -> None:
+async def test_unknown_ids_and_too_many_sequences_are_refused(client: Client) -> None:
     if client.server.real:
         pytest.skip("SGLang does not check ids, and a newer one dies of them: the embedded engine refuses instead")
     for ids in ([5, 460], [5, -1]):
         answer = await client.post("/generate", {"input_ids": ids}, status=400)
         assert "vocab size" in answer["error"]["message"]
+    many = await client.post("/generate", {"input_ids": [[5]] * 2, "sampling_params": {"n": 4096}}, status=400)
+    assert "more than 4096 sequences" in many["error"]["message"]
     assert len((await client.generate([5, 459], max_new_tokens=1))["output_ids"]) == 1
 
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.engine_client import (
-    PROMPTS,
-    TOLERANCE,
-    Client,
-    assert_close,
-    expected_log_probs,
-    sampled,
-)
+from tests.harness.engine_client import PROMPTS, TOLERANCE, Client, assert_close, expected_log_probs, sampled
 from tests.harness.engine_servers import MAX_RUNNING
 
 

@@ -111,15 +111,9 @@ def test_a_failed_episode_is_counted_by_the_type_of_its_error() -> None:
 
 
 def test_an_environments_run_is_evaluated_with_its_environment() -> None:
-    began = {
-        "agent": "tiny",
-        "env": "tiny",
-        "env_python": "/envs/vf/bin/python",
-        "env_arguments": ["--env.taskset.size", "5"],
-        "runners": "process:2",
-        "trained_models": ["judge"],
-        "seed": 3,
-    }
+    began: dict[str, Any] = {"agent": "tiny", "env": "tiny", "env_python": "/envs/vf/bin/python"}
+    began |= {"env_arguments": ["--env.taskset.size", "5"], "runners": "process:2", "trained_models": ["judge"]}
+    began |= {"seed": 3}
     settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),)), began)
     environment = settings.environment
     assert (environment.name, settings.title, settings.loop.seed) == ("tiny", "tiny", 3)

@@ -28,11 +28,7 @@ ANTHROPIC_TOOL = {
     "description": "How the weather is.",
     "input_schema": WEATHER["function"]["parameters"],
 }
-TOOLS: dict[str, list[Any]] = {
-    "chat/completions": [WEATHER],
-    "messages": [ANTHROPIC_TOOL],
-    "responses": [FUNCTION],
-}
+TOOLS: dict[str, list[Any]] = {"chat/completions": [WEATHER], "messages": [ANTHROPIC_TOOL], "responses": [FUNCTION]}
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 

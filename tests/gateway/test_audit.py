@@ -363,7 +363,7 @@ class Client:
 
     async def ask(self, body: dict[str, Any], *, patience: float, limit: int) -> str:
         """The text that was read; the request is sent again when it is refused or takes too long."""
-        headers: dict[str, str] = {}
+        headers = dict.fromkeys(RETRY, "0")  # as the clients' packages send with a first try
         for _ in range(5_000):
             try:
                 text = await asyncio.wait_for(self.read(body, headers, limit), patience)
@@ -435,6 +435,7 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
                 await asyncio.wait_for(gateway.close(attempt), 4)
                 assert attempt.closed
                 assert not attempt._pending
+            assert not gateway._by_secret
             for task in last:
                 task.cancel()
             await asyncio.gather(*last, return_exceptions=True)

@@ -106,7 +106,10 @@ TEXT = "say hello " * 4_100
 PATIENCE_S = 20.0  # for requests of milliseconds; the tokenizer is blocked for longer
 
 
-def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
+def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it kept for the other members of its group, where all that is kept has less room."""
+    monkeypatch.setattr("agl_slime.tokens.template._MAX_KEY_BYTES", 10_000)
+
     def post(url: str, text: str, timeout: float) -> None:
         body = body_of("chat/completions", [user(text)])
         httpx.post(f"{url}/chat/completions", json=body, timeout=timeout).raise_for_status()
@@ -129,11 +132,16 @@ def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
             released.set()
         long.result(PATIENCE_S)
         assert case.turns[0].prompt_ids.size >= TOKENS
+        assert case.attempt._root is not None
+        cache = case.attempt._root.context.template.prompt_cache
+        assert 0 < sum(map(len, cache._results)) <= 10_000
 
 
 @pytest.mark.parametrize("path", CHATS)
 def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, set[str]] = {"read": set(), "read_more": set()}
+    """And an answer with many log-probs is written there."""
+    monkeypatch.setattr("agl_slime.gateway.server._INLINE_LOG_PROBS_MAX", 0)
+    threads: dict[str, set[str]] = {"read": set(), "read_more": set(), "answer": set()}
 
     def noted(inner: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
         def noting(*args: Any) -> Any:
@@ -147,11 +155,14 @@ def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pyte
         monkeypatch.setattr(kind, name, noted(getattr(kind, name), names))
     messages = [user("x")]
     with serving("ok", context_length=10**6) as case, httpx.Client(timeout=60) as http:
+        for n in range(4):  # other conversations, whose places this one takes
+            others = [user(f"{n}"), *[user("y" * 1_000)] * 300]
+            http.post(f"{case.llm.endpoint}/{path}", json=body_of(path, others)).raise_for_status()
         for _ in range(3):  # the third request is the first of which only new messages are read
             messages += [user("y" * 1_000)] * 300
             http.post(f"{case.llm.endpoint}/{path}", json=body_of(path, messages)).raise_for_status()
             messages.append(assistant("ok"))
-    assert threads == {"read": {"agl-slime-worker"}, "read_more": {"agl-slime-worker"}}
+    assert threads == {name: {"agl-slime-worker"} for name in threads}
 
 
 @pytest.mark.parametrize("path", CHATS)

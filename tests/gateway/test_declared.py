@@ -254,6 +254,8 @@ def test_additional_tools_apply_from_their_place_in_the_history() -> None:
         assert [item["type"] for item in talk.ask(added, user("y"))] == ["shell_call"]
         assert '"commands"' in prompts(case)[1]
         one_sample(case)
+        unknown = {**added, "tools": [{"type": "shel"}]}
+        assert "shel" in post(case, "responses", status=400, input=[unknown, user("x")])["error"]["message"]
 
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}

@@ -135,17 +135,10 @@ def test_the_traffic_of_a_command_line_agent() -> None:
             user([{"type": "text", "text": "Weather?", **mark}]),
             {"role": "system", "content": "A reminder."},
         ]
-        body = {
-            "model": "m",
-            "max_tokens": 32_000,
-            "stream": True,
-            "system": [{"type": "text", "text": "You are.", **mark}],
-            "tools": [ANTHROPIC_TOOL],
-            "thinking": {"type": "adaptive"},
-            "context_management": {"edits": []},
-            "output_config": {"effort": "high"},
-            "metadata": {"user_id": "u"},
-        }
+        body: dict[str, Any] = {"model": "m", "max_tokens": 32_000, "stream": True}
+        body |= {"system": [{"type": "text", "text": "You are.", **mark}], "tools": [ANTHROPIC_TOOL]}
+        body |= {"thinking": {"type": "adaptive"}, "context_management": {"edits": []}}
+        body |= {"output_config": {"effort": "high"}, "metadata": {"user_id": "u"}}
         first = httpx.post(f"{plain}/v1/messages?beta=true", json={**body, "messages": messages}, headers=headers)
         assert first.status_code == 200, first.text
         (use,) = [block for block in blocks_of(events_of(first)) if block["type"] == "tool_use"]

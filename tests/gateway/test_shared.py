@@ -8,18 +8,21 @@ import dataclasses
 import json
 import random
 import secrets
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway import bodies as bodies_module
+from agl_slime.gateway.attempt import MAX_REQUESTS
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.protocol import NOTHING_KEPT
-from agl_slime.gateway.tree import Match, Tree
+from agl_slime.gateway.tree import Match, Tree, _same_tokens
 from tests.gateway.protocols import CHATS, PROTOCOLS, TOOLS, assistant, user
 from tests.gateway.test_audit import CASES, Audit
 from tests.harness.examples import examples
@@ -140,6 +143,13 @@ async def test_a_new_conversation_of_an_attempt_takes_the_oldest_ones_place() ->
             messages += [assistant("b"), user("c")]
 
 
+def test_siblings_are_the_same_only_if_all_are() -> None:
+    turns = [SimpleNamespace(response_ids=np.array(ids)) for ids in ([1, 2], [1, 2], [1, 3])]
+    conversation = SimpleNamespace(session=SimpleNamespace(turns=turns))
+    nodes: list[Any] = [SimpleNamespace(conversation=conversation, turn=turn) for turn in range(3)]
+    assert (_same_tokens(nodes[:2]), _same_tokens(nodes)) == (True, False)
+
+
 class Resending(Audit):
     """Its client sends most of the history in the same bytes each time."""
 
@@ -177,5 +187,9 @@ async def test_resumed_walk_finds_what_a_full_walk_does(
     monkeypatch.setattr(Tree, "find", checked)
     for seed in range(2):
         rng = random.Random(seed)
-        await Resending(chat_tokenizer(vocabulary, template), rng, plain=template == "plain").run(60)
+        audit = Resending(chat_tokenizer(vocabulary, template), rng, plain=template == "plain")
+        await audit.run(60)
+        audit.attempt.seen["requests"] = MAX_REQUESTS
+        with pytest.raises(GatewayRequestError, match="the most it may make"):
+            await audit.ask([user("a")])
     assert sum(resumed) > len(resumed) / 10

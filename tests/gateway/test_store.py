@@ -23,8 +23,9 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
+from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
-from tests.harness.gateway import BODY, QUICK, TEMPLATE, engine_saying
+from tests.harness.gateway import BODY, HELLO, QUICK, TEMPLATE, engine_saying, trained_once
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
@@ -69,7 +70,7 @@ async def test_spans_are_stored_before_the_answer_and_ended_attempts_get_410(rem
         store_or_client: Any = store
         if remote:
             store_or_client = RemoteStore(stack.enter_context(StoreService(store=store)).url)
-        gateway, _ = stack.enter_context(beside(store_or_client, "one", "two"))
+        gateway, _ = stack.enter_context(beside(store_or_client, "one", "two", "three", "four"))
         rollout_id, attempt_id = await begun(store)
         url = chats_url(gateway, rollout_id, attempt_id)
         assert "/rollout/" in url
@@ -77,6 +78,11 @@ async def test_spans_are_stored_before_the_answer_and_ended_attempts_get_410(rem
             answers = await asyncio.gather(*(http.post(url, json=BODY) for _ in range(2)))
             assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
             assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
+            history = [*HELLO, answers[0].json()["choices"][0]["message"], {"role": "user", "content": "And?"}]
+            await asyncio.gather(*(http.post(url, json={**BODY, "messages": history}) for _ in range(2)))
+            turns = decode_turns(await store.query_spans(rollout_id, attempt_id))
+            assert len(turns) == 4
+            trained_once(turns, merge_turns(turns))
             assert (await http.post(url.replace(attempt_id, "at-none"), json=BODY)).status_code == 404
             assert (await http.post(url.replace("/k/secret", ""), json=BODY)).status_code == 401
             await store.update_attempt(rollout_id, attempt_id, status="succeeded")

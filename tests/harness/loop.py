@@ -49,6 +49,7 @@ class Recorder:
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.events: list[Event] = []
+        self.closed = 0
         self._on_event = on_event
 
     def handle(self, event: Event) -> None:
@@ -57,7 +58,7 @@ class Recorder:
             self._on_event(event)
 
     def close(self) -> None:
-        return
+        self.closed += 1
 
     def events_of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -150,10 +151,12 @@ class LoopCase:
         return {name.removeprefix(prefix): count for name, count in counts if name.startswith(prefix)}
 
     def check_ledger(self) -> None:
-        """Every rollout has had exactly one end."""
+        """Every rollout has had exactly one end, and nothing is kept of it."""
         counts = self.source.ledger.counts()
         assert counts.opened == sum(counts.closed.values())
         assert (counts.open, counts.ready) == (0, 0)
+        if self.recorder.end.reason == "finished":
+            assert (self.loop._schedule._numbers, self.source.ingestor.on_end) == ({}, {})
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class Finished:
     failure: tuple[str, str] | None
 
     def convert(self, tokenizer: Any) -> Conversion:
-        return convert_rollout(self.rollout, self.spans, tokenizer)
+        return convert_rollout(self.rollout, self.spans * 2, tokenizer)  # as of an exporter that delivers them twice
 
 
 async def run_rollout(agent: Any, task: Mapping[str, Any]) -> Finished:

@@ -10,10 +10,7 @@ from agl_slime.types import Sample
 
 
 def write_dump(
-    directory: Path,
-    number: int,
-    samples: Sequence[Sample],
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    directory: Path, number: int, samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]] | None = None
 ) -> Path:
     """The dump of a rollout id; ``columns`` are the train data by slime's names, an entry per Sample."""
     import torch

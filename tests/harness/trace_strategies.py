@@ -50,12 +50,7 @@ def _link(draw: st.DrawFn, turns: list[Turn], prompt: list[int]) -> dict[str, An
 
 @st.composite
 def conversations(
-    draw: st.DrawFn,
-    *,
-    max_turns: int = 7,
-    min_response: int = 0,
-    log_probs: bool = True,
-    links: bool | None = None,
+    draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0, log_probs: bool = True, links: bool | None = None
 ) -> list[Turn]:
     """Turns of one rollout: each prompt extends an earlier turn, samples an earlier prompt again, edits or cuts an
     earlier history, or is new. With ``links`` a turn names the turn that it continues, or a shorter prefix; foreign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import threading
@@ -19,6 +20,7 @@ from agl_slime.events import Warning
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
+from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward
 from tests.harness.loop import PATIENT, TASKS, HelloAgent, LoopCase, threads_of_ours
@@ -136,6 +138,27 @@ def test_an_agent_that_hangs_in_a_thread_is_given_up_at_its_time_limit(engine: S
     assert case.recorder.metrics[0]["rollout/groups_ready"] == 3
     assert time.monotonic() - began < 15
     assert threads_of_ours() == []
+
+
+def test_a_store_that_does_not_answer_suspends_no_time_limit(engine: ScriptedEngine) -> None:
+    in_time, cancelled = list[bool](), threading.Event()
+
+    class Hanging(BridgeStore):
+        async def add_many_spans(self, spans: Any) -> Any:
+            in_time.append(await asyncio.to_thread(cancelled.wait, 10))
+            return await super().add_many_spans(spans)
+
+    async def hangs(task: dict[str, Any], response: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    runners = RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, flush_interval_s=0.02))
+    agent = HelloAgent(judge=hangs)
+    failed_run(engine, "4 x timeout", agent=agent, store=Hanging(), runners=runners, rollout_timeout_s=0.5)
+    assert len(in_time) > 4  # while the agents ran, too
+    assert all(in_time)
 
 
 def test_every_reason_is_named_in_one_short_line_when_all_fail(engine: ScriptedEngine) -> None:

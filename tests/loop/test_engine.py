@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agl_slime.data import read
 from agl_slime.data.results import Outcome
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
 from agl_slime.support.agl import LitAgent
-from tests.harness.engine_faults import GARBAGE_JSON, UNCHANGED, Abort, Edited, Fault, NewVersion, Stall, Status
+from tests.harness.engine_faults import GARBAGE_JSON, UNCHANGED, Abort, Drip, Edited, Fault, NewVersion, Stall, Status
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 from tests.harness.scripted_engine import QUICK, ScriptedEngine
 from tests.harness.tokenizers import TEMPLATE, small_tokenizer
@@ -53,6 +56,7 @@ def test_recovered_engine_faults_leave_samples_unchanged(faults: Sequence[Fault]
     ("fault", "reason", "detail"),
     [
         (Stall(), "EngineTimeoutError", "idle timeout"),
+        (Drip(), "EngineTimeoutError", "within the time limit"),
         (Status(400, "unknown sampling parameter"), "EngineRequestError", "unknown sampling parameter"),
         (Abort(n_tokens=0), "EngineServerError", "abort"),
     ],
@@ -79,8 +83,10 @@ class CarelessAgent(LitAgent[Any]):
     async def training_rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
         body = {"messages": [{"role": "user", "content": task["prompt"]}]}
         url = f"{resources['main_llm'].endpoint}/chat/completions"
-        async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
-            await answer.read()
+        async with aiohttp.ClientSession() as http, http.post(re.sub(r"/k/[^/]+", "", url), json=body) as refused:
+            assert refused.status == 401  # without its key
+            async with http.post(url, json=body) as answer:
+                await answer.read()
         return 1.0
 
 
@@ -98,6 +104,15 @@ def by_version_0(body: dict[str, Any], meta: dict[str, Any]) -> None:
     meta |= {"weight_version": "0", "weight_versions": [{**span, "version": "0"} for span in meta["weight_versions"]]}
 
 
+def not_a_number(body: dict[str, Any], meta: dict[str, Any]) -> None:
+    meta["output_token_logprobs"][0][0] = math.nan
+
+
+def with_versions_of_more_tokens(body: dict[str, Any], meta: dict[str, Any]) -> None:
+    """As of tokens after a stop string, which the client takes off."""
+    meta["weight_versions"][-1]["end"] += 3
+
+
 def outside_of_the_vocabulary(body: dict[str, Any], meta: dict[str, Any]) -> None:
     body["output_ids"][0] = meta["output_token_logprobs"][0][1] = 1_000_000
 
@@ -109,23 +124,23 @@ def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(
     small_tokenizer(TEMPLATE).save_pretrained(tmp_path)
     agent = CarelessAgent() if through_gateway else HelloAgent()
     with hello_engine(weight_version="0") as engine:
-        for false in (told_twice, by_version_0, outside_of_the_vocabulary):
-            engine.script("/generate", UNCHANGED, UNCHANGED, Edited(false), UNCHANGED)
-        options: Any = {"url": engine.url, "model": str(tmp_path), "num_iterations": 3, "sync": push_to(engine.url)}
+        for false in (told_twice, by_version_0, outside_of_the_vocabulary, not_a_number):
+            engine.script("/generate", UNCHANGED, UNCHANGED, Edited(false), Edited(with_versions_of_more_tokens))
+        options: Any = {"url": engine.url, "model": str(tmp_path), "num_iterations": 4, "sync": push_to(engine.url)}
         with LoopCase(agent=agent, **options) as case:
             case.loop.run()
             case.check_ledger()
     for metrics in case.recorder.metrics:
         assert metrics["rollout/failed/EngineProtocolError"] == metrics["rollout/failed"] == 1
         assert metrics["rollout/staleness_max"] == 0
-    assert case.source.ledger.counts().closed == {Outcome.FAILED: 3, Outcome.FILTERED: 3, Outcome.TRAINED: 6}
+    assert case.source.ledger.counts().closed == {Outcome.FAILED: 4, Outcome.FILTERED: 4, Outcome.TRAINED: 8}
     samples = [sample for batch in case.trainer.batches for group in batch for sample in group]
-    assert len(samples) == 6
+    assert len(samples) == 8
     for sample in samples:
         prompt, length = sample.tokens[: -sample.response_length], sample.response_length
         assert sample.tokens[len(prompt) :] == engine.continuation(prompt, length)
         assert sample.rollout_log_probs == engine.continuation_log_probs(prompt, length)
-    assert len({*seeds_of(engine)}) == 12
+    assert len({*seeds_of(engine)}) == 16
     warned = [record.getMessage() for record in caplog.records if engine.url in record.getMessage()]
     assert [text.count("version 0, and version 1 was pushed before") for text in warned] == [1]
 
@@ -154,13 +169,20 @@ def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them() -> 
         assert {*seeds_of(engine)} == {7}
 
 
-def test_one_request_that_fails_costs_only_its_group() -> None:
+@pytest.mark.parametrize("reason", ["EngineRequestError", "conversion_error"])
+def test_one_rollout_that_fails_costs_only_its_group(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaks, convert = ["once"] * (reason == "conversion_error"), read.convert_rollout
+
+    def convert_rollout(*args: Any, **options: Any) -> Any:
+        return breaks.pop().partition(0) if breaks else convert(*args, **options)
+
+    monkeypatch.setattr(read, "convert_rollout", convert_rollout)
     with hello_engine() as engine:
-        engine.script("/generate", Status(400, "refused"))
+        engine.script("/generate", UNCHANGED if breaks else Status(400, "refused"))
         with LoopCase(agent=HelloAgent(), url=engine.url) as case:
             case.loop.run()
             case.check_ledger()
-    assert case.reasons == {"EngineRequestError": 1}
+    assert case.reasons == {reason: 1}
     assert case.source.ledger.counts().closed == {Outcome.FAILED: 1, Outcome.FILTERED: 1, Outcome.TRAINED: 2}
     [metrics] = case.recorder.metrics
     assert (metrics["rollout/groups_ready"], metrics["rollout/groups_dropped"]) == (1, 1)

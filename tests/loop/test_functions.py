@@ -13,6 +13,7 @@ from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import adapt_step_function
+from agl_slime.loop.metrics import collect_metrics
 from agl_slime.loop.settings import LoopSettings
 from tests.harness.loop import HelloAgent, LoopCase
 from tests.harness.scripted_engine import ScriptedEngine
@@ -93,6 +94,7 @@ def test_a_first_batch_is_tried_again_only_when_a_controller_lost_it(
 ) -> None:
     members = tuple(MemberResult(rollout_id=f"ro-{n}", group_id="g", failure=name) for n, name in enumerate(failures))
     batch = [GroupResult(group_id="g", mode="train", size=2, members=members, ready=False, reason="incomplete")]
+    assert collect_metrics(batch, collect_s=1.0)["rollout/reward_mean"] is None
     judged = Failures(LoopSettings(failure_patience_s=patience_s), worked=False)
     if error is None:
         assert judged.pause_after(1, batch) is not None

@@ -7,6 +7,9 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from agl_slime.data import read
 from tests.harness.loop import HelloAgent, LoopCase
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import until
@@ -71,8 +74,13 @@ async def run_with(pulse: Pulse, case: LoopCase) -> None:
     case.check_ledger()
 
 
-async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(engine: ScriptedEngine) -> None:
-    pulse, together = Pulse(), threading.Barrier(4)
+async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the conversion of a large trace."""
+    pulse, together, convert = Pulse(), threading.Barrier(4), read.convert_rollout
+    monkeypatch.setattr(read, "_HEAVY_TRACE_CHARS", 0)
+    monkeypatch.setattr(read, "convert_rollout", lambda *of, **more: pulse.hold() and convert(*of, **more))
 
     def judge(task: dict[str, Any], response: str) -> float:
         together.wait(PATIENCE_S)  # concurrently, not in sequence
@@ -89,4 +97,4 @@ async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(engine: 
         agent=HelloAgent(judge=judge), url=engine.url, train=train, sync=sync, num_iterations=2, rollout_batch_size=8
     ) as case:
         await run_with(pulse, case)
-    assert pulse.stalled == [set()] * (32 + 2 * 2)
+    assert pulse.stalled == [set()] * (2 * 32 + 2 * 2)

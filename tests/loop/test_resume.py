@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -141,11 +142,14 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path, engine: Scr
     with Life(tmp_path, engine.url, num_iterations=2, **settings) as first:
         assert len((await first.loop.run_async()).reward_means) == 2
         first_rewards = first.loop._current_state().val_first
+    checkpoints = tmp_path / "checkpoints"  # one of a course that the run has left, because it is damaged
+    (Path(shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000009")) / "loop.json").unlink()
     with Life(tmp_path, engine.url, num_iterations=3, **settings) as second:
         assert second.checkpoint is not None
         assert second.checkpoint.loop.validations == 3  # before the first iteration, and after each
         assert second.checkpoint.loop.val_first == first_rewards != {}
         assert len((await second.loop.run_async()).reward_means) == 3
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000003"]
 
 
 def test_only_the_newest_whole_checkpoints_stay_and_reach_the_disk(

@@ -15,20 +15,9 @@ Run = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 def healthy() -> Run:
     """The records of a run that learns."""
-    metrics = [
-        {
-            "iteration": n,
-            "rollout/response_tokens_mean": 40.0,
-            "rollout/response_tokens_mean_trained": 41.0,
-            "train/kl": 0.002,
-            "train/logprob_diff_max": 2e-6,
-            "perf/collect_s": 2.0,
-            "perf/train_s": 1.0,
-            "perf/sync_s": 0.1,
-            "tools/errors": 0,
-        }
-        for n in range(1, ITERATIONS + 1)
-    ]
+    figures = {"rollout/response_tokens_mean": 40.0, "rollout/response_tokens_mean_trained": 41.0, "train/kl": 0.002}
+    figures |= {"train/logprob_diff_max": 2e-6, "perf/collect_s": 2.0, "perf/train_s": 1.0, "perf/sync_s": 0.1}
+    metrics = [{"iteration": n, **figures, "tools/errors": 0} for n in range(1, ITERATIONS + 1)]
     groups = [
         {
             "iteration": n,

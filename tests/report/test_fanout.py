@@ -6,7 +6,7 @@ import threading
 
 from agl_slime.events import Event, IterationFinished, PhaseStarted, RolloutFinished, RunFinished, Warning
 from agl_slime.report import Reporters
-from tests.report.cases import Recorder
+from tests.harness.loop import Recorder
 
 
 def iteration(number: int) -> IterationFinished:

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.errors import TraceError
-from agl_slime.events import (
-    BatchTrained,
-    GroupsCollected,
-    GroupsRestored,
-    IterationFinished,
-    RunFinished,
-    RunStarted,
-)
+from agl_slime.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished, RunStarted
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.rollouts import Pieces, RolloutWriter, SizeBudget, choose_rollouts, describe_tokens
 from agl_slime.types import Sample

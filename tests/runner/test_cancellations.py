@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import ConcurrentRunner
+from agl_slime.runner.processes import ProcessPool
+from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore
-from agl_slime.store.server import StoreService
+from agl_slime.store.feed import FEED_PATH, FeedPosition
+from agl_slime.store.server import TOKEN_VARIABLE, StoreService
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, LitAgent
 from tests.harness.stores import enqueue_inputs
 from tests.harness.waiting import until
@@ -102,7 +108,8 @@ async def test_rollout_cancelled_in_a_remote_store_stops_and_others_continue():
         assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
-async def test_cancellations_during_a_store_outage_are_applied_afterwards():
+async def test_cancellations_during_a_store_outage_are_applied_afterwards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agl_slime.store.server._CANCELLED_WINDOW", 1)
     agent, store = WaitingAgent(), BridgeStore()
     with StoreService(store=store) as service:
         port = int(service.url.rpartition(":")[2])
@@ -113,12 +120,16 @@ async def test_cancellations_during_a_store_outage_are_applied_afterwards():
             await agent.expect("cancelled 1", "cleaned up 1")  # the runner has a position in the feed
             await asyncio.to_thread(service.stop)
             await store.update_rollout(second, status="cancelled")
-            with StoreService(store=store, port=port):
+            with StoreService(store=store, port=port) as again:
                 await agent.expect("cancelled 2", "cleaned up 2")
                 await store.update_rollout(third, status="cancelled")
                 await agent.expect("cancelled 3", "cleaned up 3")
                 for rollout_id in ids:
                     await expect_failed_attempt(store, rollout_id)
+                for rollout_id in await enqueue(store, 4, 5):
+                    await store.update_rollout(rollout_id, status="cancelled")
+                assert again.cancellations._id_set == {rollout_id}  # of which as many are kept as the window holds
+                assert again.cancellations.read(FeedPosition())["missed"]  # as a new reader is told
 
 
 async def test_rollout_cancelled_between_claim_and_start_does_not_start():
@@ -180,3 +191,28 @@ async def test_a_stock_server_or_client_without_cancellations_works_as_usual(cap
     finally:
         await server.stop()
     assert "StoreService" in caplog.text
+
+
+async def test_a_worker_gets_no_rollout_after_its_end_nor_without_the_token(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    specs, ended, store = list[WorkerSpec](), threading.Event(), BridgeStore()
+
+    class Played(ProcessPool):
+        def _launch(self, spec: WorkerSpec) -> Any:
+            specs.append(spec)
+
+        def _wait_for_end(self, worker: Any) -> str:
+            self._supervisor.note_ready()
+            return f"killed: {ended.wait(20)}"
+
+        def _send(self, worker: Any, command: str) -> None:
+            ended.set()
+
+    pool = Played(plan=RunnerPlan("process", 1), agent=WaitingAgent(), store=store).start()
+    async with aiohttp.ClientSession(specs[0].store_url) as http:
+        for key, status in ((specs[0].store_token, 200), ("", 401)):
+            answer = await http.post(FEED_PATH, json={}, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status == status
+    assert pool.stop()
+    await enqueue(store, 1)
+    assert await store.dequeue_rollout(worker_id=specs[0].name) is None

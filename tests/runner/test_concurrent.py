@@ -207,6 +207,15 @@ async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() ->
             assert sum(span.name == "agentlightning.annotation" for span in spans) == 2
 
 
+@pytest.mark.parametrize(("hung", "free"), [(0, 2), (2, 2), (3, 1), (4, 0)])
+def test_hung_threads_beyond_the_places_take_places(hung: int, free: int) -> None:
+    runner = concurrent.ConcurrentRunner(settings=quick(max_sync_threads=2))
+    runner.init(SyncFnAgent(float))
+    runner.get_agent().threads._abandoned = range(hung)
+    assert runner._free_slots() == free
+    runner.teardown()
+
+
 def test_a_plan_is_read_and_written_or_refused_by_name() -> None:
     for text, kind, count in (("inproc", "inproc", 1), ("process:16", "process", 16)):
         plan = RunnerPlan.parse(text)

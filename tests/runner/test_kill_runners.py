@@ -238,11 +238,7 @@ def _repeated(counts: Counter[str]) -> list[str]:
 
 
 def _check(
-    result: Result,
-    store: WatchedStore,
-    source: GroupSource,
-    recorder: Recorder,
-    trained: Sequence[Sequence[Sample]],
+    result: Result, store: WatchedStore, source: GroupSource, recorder: Recorder, trained: Sequence[Sequence[Sample]]
 ) -> None:
     faults, tokenizer, ledger = result.faults, small_tokenizer(), source.ledger.counts()
     reported = Counter(event.rollout_id for event in recorder.events_of(RolloutFinished))
@@ -283,10 +279,7 @@ def _check(
     cancelled = closed.get(Outcome.CANCELLED.value, 0)
     if cancelled != (stragglers := sum(member.straggler for group in dropped for member in group.members)):
         faults.append(f"{cancelled} rollouts were cancelled, and {stragglers} members of groups were stragglers")
-    result.counts = {
-        "groups enqueued": len(groups),
-        "groups trained": sum(times == 1 for times in delivered.values()),
-    }
+    result.counts = {"groups enqueued": len(groups), "groups trained": sum(times == 1 for times in delivered.values())}
 
 
 @pytest.mark.slow

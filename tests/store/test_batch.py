@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.store import client
+from agl_slime.store import client, server
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore
 from agl_slime.store.recording import Recording
@@ -145,9 +145,19 @@ async def test_resources_are_fetched_once_in_a_while_and_by_all_together(
     assert await remote.get_resources_by_id("rs-unknown") is None
 
 
-async def test_releasing_over_http(store: BridgeStore, remote: WorkerStore) -> None:
+async def test_releasing_over_http(store: BridgeStore, remote: WorkerStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large requests are read in a thread."""
+    in_threads: list[Any] = []
+
+    async def noted(work: Any, *arguments: Any) -> Any:
+        in_threads.append(work)
+        return work(*arguments)
+
+    monkeypatch.setattr(server, "INLINE_PARSE_BYTES", 0)
+    monkeypatch.setattr(server, "run_in_thread", noted)
     ids = await execute(store, 3)
     assert await remote.release(ids[:2]) == 2
+    assert orjson.loads in in_threads
     assert store.usage().released == 2
 
 

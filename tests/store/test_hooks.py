@@ -18,13 +18,7 @@ from agentlightning.store.collection.memory import (
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import (
-    LLM,
-    EnqueueRolloutRequest,
-    InMemoryLightningStore,
-    LitAgentRunner,
-    RolloutConfig,
-)
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, LitAgentRunner, RolloutConfig
 from tests.harness.stores import make_span
 
 ATTEMPT = "self collections rollout_id attempt_id"

@@ -44,12 +44,19 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-async def test_released_rollouts_leave_nothing_behind() -> None:
+async def test_released_rollouts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0))
     for _ in range(3):
         ids = await execute(store, 10)
         assert await store.release(ids) == 10
         assert sizes(store) == dict.fromkeys(sizes(store), 0)
+    monkeypatch.setattr("agl_slime.store.collections._STALE", 0)
+    for _ in range(20):  # with a time limit, which is watched
+        await enqueue_inputs(store, range(1), timeout_seconds=60)
+        running = await claim(store)
+        await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="succeeded")
+        await store.release([running.rollout_id])
+    assert len(store._watch._heap) <= 2
     statistics = await store.statistics()
     totals = ("total_rollouts", "total_attempts", "total_spans", "total_span_bytes")
     assert [statistics[name] for name in totals] == [0] * 4  # type: ignore[literal-required]
@@ -88,9 +95,7 @@ async def test_only_finished_rollouts_are_released_and_no_others_dropped() -> No
     assert await store.release([running.rollout_id, "ro-unknown"]) == 0
 
 
-async def test_full_store_warns_once_and_dequeues_nothing_until_a_release(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_full_store_warns_once_and_dequeues_nothing_until_a_release(caplog: pytest.LogCaptureFixture) -> None:
     store = BridgeStore(retention=Retention(unreleased_bytes=100_000, released_rollouts=0))
     with caplog.at_level(logging.WARNING, "agl_slime.store.bridge"):
         ids = await execute(store, 6, span_chars=10_000)

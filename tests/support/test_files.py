@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from agl_slime.errors import ConfigError
 from agl_slime.support.files import (
     remove_directory,
     remove_leftovers,
     scratch_directory,
+    sole_owner,
     whole_directory,
     whole_file,
     write_file,
@@ -147,6 +149,11 @@ with scratch_directory(pathlib.Path(sys.argv[1]), "weights") as directory:
         assert {first, second} == set(memory.iterdir())
         assert leftover not in (first, second)
     assert not names(memory)
+
+
+def test_a_directory_has_one_owner(tmp_path: Path):
+    with sole_owner(tmp_path), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
+        sole_owner(tmp_path).__enter__()
 
 
 def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -61,15 +61,9 @@ def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
     assert (sample.reward, sample.label, sample.status) == (0.5, "42", Sample.Status.COMPLETED)
     assert (sample.prompt, sample.response) == ([{"role": "user", "content": "hi"}], "calldone")
     assert sample.weight_versions == ["7", "8"]
-    expected = {
-        "weight_spans": [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]],
-        "turn_spans": [[0, 2], [4, 7]],
-        "token_source": "engine",
-        "agl_rollout_id": "ro-1",
-        "agl_attempt_id": "at-1",
-        "group_id": "g",
-        "turns": 2,
-    }
+    expected: dict[str, Any] = {"weight_spans": [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]], "turn_spans": [[0, 2], [4, 7]]}
+    expected |= {"token_source": "engine", "agl_rollout_id": "ro-1", "agl_attempt_id": "at-1", "group_id": "g"}
+    expected |= {"turns": 2}
     assert expected.items() <= sample.metadata.items()
     assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens) == (6, 10)
 

@@ -353,28 +353,28 @@ def test_a_damaged_reference_is_an_error_of_its_turn(text: str, tmp_path: Path) 
         decode_turns([SimpleNamespace(attributes=encoded)])
 
 
-async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> str:
+async def _play(store: BridgeStore, directory: Path, *, linked: bool = False) -> str:
     """A rollout of one turn, whose experts are in a file."""
     [rollout_id] = await enqueue(store)
     turn = filed_turn(directory, rollout_id)
-    if lost:
-        (directory / rollout_id / "00000001").unlink()
+    if linked:
+        _link(directory / rollout_id / "00000001")
     await finish(store, rollout_id, turns=[turn])
     return rollout_id
 
 
-async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
+async def test_a_link_for_a_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK, replay_files=tmp_path) as source:
         listener = Listener(source)
-        first, lost, last = [await _play(store, tmp_path, lost=number == 1) for number in range(3)]
+        first, linked, last = [await _play(store, tmp_path, linked=number == 1) for number in range(3)]
         await listener.until(lambda: len(listener.members) == 3)
         members = {member.rollout_id: member for member in listener.members}
         for rollout_id in (first, last):
             assert members[rollout_id].ok
             assert np.array_equal(members[rollout_id].samples[0].rollout_routed_experts, experts(0, 3).rows)
-        assert (members[lost].ok, members[lost].failure) == (False, "bad_trace")
-        assert members[lost].trajectory is not None  # its turns are shown nevertheless
+        assert (members[linked].ok, members[linked].failure) == (False, "bad_trace")
+        assert members[linked].trajectory is not None  # its turns are shown nevertheless
         await until(lambda: not [*tmp_path.glob("ro-*")])
     assert [*tmp_path.iterdir()] == []
     assert store.usage().released == 3

@@ -96,11 +96,7 @@ async def _episodes(name: str, count: int) -> list[dict[str, Any]]:
             episode = await episode_of(env, task, address)
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             traces = {
-                trace.agent.name: {
-                    "reward": trace.reward,
-                    "rewards": scores_of(trace),
-                    "metrics": dict(trace.metrics),
-                }
+                trace.agent.name: {"reward": trace.reward, "rewards": scores_of(trace), "metrics": dict(trace.metrics)}
                 for trace in episode.traces
             }
             episodes.append({"ok": episode.ok, "errors": [error.type for error in errors], "traces": traces})

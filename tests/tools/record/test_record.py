@@ -131,7 +131,7 @@ def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
             ({}, 404),
             ({"X-Session-ID": "first"}, 200),
             ({"X-Session-ID": "second"}, 200),
-            ({"X-Session-ID": "../second"}, 404),
+            ({"X-Session-ID": "second/../third"}, 404),
         ):
             body = {"model": "m", "messages": HELLO}
             answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
@@ -161,6 +161,8 @@ def test_all_rollouts_of_a_directory_have_the_reward_of_one_name(tmp_path: Path)
     posted = [0.25, {"score": 0.5, "format": "none"}, {"format": 1, "score": -1}, {"score": 2, "style": 1e39}]
     for n in (0, 2):
         with recording(tmp_path, "Hi.") as (gateway, _):
+            if n:
+                assert httpx.post(f"{gateway.url}/rollouts", json={"rollout_id": "r0"}).status_code == 409
             for number in (n, n + 1):
                 answer = httpx.post(f"{gateway.url}/rollouts", json={"rollout_id": f"r{number}"})
                 assert answer.status_code == 201

@@ -53,6 +53,7 @@ def test_another_python_resolves_from_the_working_directory(module: str) -> None
     assert unresolved_elsewhere(f"{module}:Agent", sys.executable) is None
     reason = unresolved_elsewhere(f"{module}:Agnt", sys.executable)
     assert reason == ("AttributeError: module 'my_rehearsed_agents' has no attribute 'Agnt'", f"{module}:Agent")
+    assert unresolved_elsewhere("my_program:Agent", sys.executable) == ("SystemExit: 2", "")
 
 
 def test_the_nearest_file_is_of_the_same_directory(tmp_path: Path) -> None:

@@ -354,6 +354,7 @@ def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
         ({**HOOKED, "custom_reward_post_process_path": None}, "normalises rewards by position"),
         ({**HOOKED, "agl_max_staleness": 1}, "agl_max_staleness 1 has no effect with --colocate"),
         ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
+        ({**HOOKED, **APART, "script": "train_async.py", "agl_max_staleness": 0}, "agl_max_staleness 0 cannot be kept"),
         ({"data_source_path": "agl_slime.AGLDataSource"}, "aborts the requests of our agents after each batch"),
         (
             {**OWNED, "eval_datasets": [{"name": "a", "path": "/b", "rm_type": "math"}]},

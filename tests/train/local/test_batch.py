@@ -19,25 +19,14 @@ from agl_slime.types import Sample, sample_from_fields
 
 def sample(**fields: Any) -> Sample:
     """Two prompt tokens, a response of three, of which the second is an observation."""
-    values = {
-        "group_index": 0,
-        "index": 0,
-        "rollout_id": 0,
-        "tokens": [10, 11, 12, 13, 14],
-        "response_length": 3,
-        "loss_mask": [1, 0, 1],
-        "rollout_log_probs": [-0.5, 0.0, -1.5],
-        "reward": 1.0,
-        "status": Sample.Status.COMPLETED,
-    }
+    values: dict[str, Any] = {"group_index": 0, "index": 0, "rollout_id": 0, "tokens": [10, 11, 12, 13, 14]}
+    values |= {"response_length": 3, "loss_mask": [1, 0, 1], "rollout_log_probs": [-0.5, 0.0, -1.5], "reward": 1.0}
+    values |= {"status": Sample.Status.COMPLETED}
     return sample_from_fields(**{**values, **fields})
 
 
 def pair() -> list[Sample]:
-    return [
-        sample(),
-        sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED),
-    ]
+    return [sample(), sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED)]
 
 
 def rewards(samples: Any, **settings: Any) -> list[float]:

@@ -125,11 +125,7 @@ def test_a_missing_broken_or_other_state_is_refused_and_changes_nothing(policy: 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (None, "has no config.json"),
-        ("{", "cannot be loaded"),
-        ('{"model_type": "no_such_model"}', "cannot be loaded"),
-    ],
+    [(None, "has no config.json"), ("{", "cannot be loaded"), ('{"model_type": "no_such_model"}', "cannot be loaded")],
 )
 def test_a_model_path_without_a_usable_checkpoint_is_refused(tmp_path: Path, content: str | None, message: str):
     if content is not None:

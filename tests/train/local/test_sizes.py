@@ -171,17 +171,22 @@ def test_threads_by_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen == [1, 6, 4, 3]
 
 
-def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
+def run_trainer(settings: dict[str, Any], policy: Path) -> Any:
     from agl_slime.cli.local import _make_trainer
 
-    made = _make_trainer(train_config(seed=5, temperature=0.5), policy)
+    return _make_trainer(train_config(**settings), policy)
+
+
+def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
+    made = run_trainer({"seed": 5, "temperature": 0.5}, policy)
     assert (made._seed, made._temperature) == (5, 0.5)
 
 
-def test_lora_without_peft_names_the_extra_to_install(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["trainer", "run"])
+def test_lora_without_peft_names_the_extra_to_install(by: str, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependencyError, match=r"agl-slime\[lora\]"):
-        trainer(policy, lora_rank=4)
+        trainer(policy, lora_rank=4) if by == "trainer" else run_trainer({"local.lora_rank": 4}, policy)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -29,24 +29,9 @@ def test_the_first_batch_agrees_with_the_engine_and_is_counted(policy: Path, sam
     ours = trainer(policy)
     assert isinstance(ours, Trainer)
     metrics = ours.train(samples, iteration=0)
-    assert set(metrics) == {
-        "train/loss",
-        "train/log_ratio_clamped",
-        "train/logprob_diff_max",
-        "train/logprob_diff_mean",
-        "train/first_ratio_dev_max",
-        "train/grad_norm",
-        "train/clip_fraction",
-        "train/kl",
-        "train/engine_kl",
-        "train/entropy",
-        "train/tokens",
-        "train/samples",
-        "train/rollouts",
-        "train/steps",
-        "train/lr",
-        "train/seconds",
-    }
+    names = "loss log_ratio_clamped logprob_diff_max logprob_diff_mean first_ratio_dev_max grad_norm clip_fraction kl"
+    names += " engine_kl entropy tokens samples rollouts steps lr seconds"
+    assert set(metrics) == {f"train/{name}" for name in names.split()}
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train/logprob_diff_max"] < 1e-5
     assert 0 < metrics["train/logprob_diff_mean"] <= metrics["train/logprob_diff_max"]
@@ -112,15 +97,17 @@ def test_a_batch_without_log_probs_needs_them_recomputed(policy: Path, samples: 
 
 
 def test_a_batch_that_cannot_be_trained_on_is_refused(policy: Path, samples: list[Sample]):
-    removed, broken, with_image = (copy.deepcopy(samples) for _ in range(3))
+    removed, broken, bare, with_image = (copy.deepcopy(samples) for _ in range(4))
     for sample in removed:
         sample.remove_sample = True
     broken[2].tokens[0] = VOCABULARY
+    bare[1].tokens = bare[1].tokens[-bare[1].response_length :]
     with_image[3].multimodal_train_inputs = {"pixels": 1}
     ours = trainer(policy)
     for batch, iteration, message in (
         (removed, 0, "none of the 12 samples"),
         (broken, 0, f"tokens of sample 2 .* {VOCABULARY}"),
+        (bare, 0, "response_length of sample 1 is .* the prompt needs at least one"),
         (with_image, 0, "sample 3 has images; use slime"),
         (samples, -1, "iteration is -1"),
     ):

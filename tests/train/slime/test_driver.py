@@ -122,6 +122,11 @@ def test_each_run_has_a_new_session_unless_it_is_named(ray: FakeRay, monkeypatch
         trainer.stop()
     assert len({*sessions}) == 3
     assert sessions[2] == "mine"
+    startup = SimpleNamespace(manager=None)
+    manager = sys.modules["slime.ray.placement_group"]
+    monkeypatch.setattr(manager, "create_rollout_manager", lambda args, restore_plan: startup)
+    with pytest.raises(UnknownVersionError, match="returned a SimpleNamespace without manager or close"):
+        SlimeTrainer(args=driver.driver_args(tmp_path / "calls")).start()
 
 
 def test_the_restore_plan_of_newer_parsers_reaches_the_manager(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):

@@ -76,11 +76,17 @@ def test_name_moved_again_is_reported_with_version_and_places(tmp_path: Path):
 
 def test_a_slime_whose_samples_have_no_id_for_siblings_is_refused(tmp_path: Path):
     """v0.3.0 called it group_id."""
-    write_slime(tmp_path, {name: text.replace("rollout_id", "group_id") for name, text in _LEAST.items()})
+    older = {name: text.replace("rollout_id", "group_id") for name, text in _LEAST.items()}
+    needy = _LEAST | {"data/data_source": "import none_of_this\n"}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    code, output = run_guarded([sys.executable, *_ENTRIES["hooks"]], timeout_s=_LIMIT_S, env=env)
-    assert code == 1
-    assert "has no rollout_id, new in v0.3.1; supported are v0.3.1," in output
+    for modules, sentence in (
+        (older, "has no rollout_id, new in v0.3.1; supported are v0.3.1,"),
+        (needy, "needs none_of_this, which is not installed: follow slime's guide"),
+    ):
+        write_slime(tmp_path, modules)
+        code, output = run_guarded([sys.executable, *_ENTRIES["hooks"]], timeout_s=_LIMIT_S, env=env)
+        assert code == 1
+        assert sentence in output
 
 
 def test_a_missing_dependency_is_no_older_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -103,11 +109,14 @@ def test_doctor_names_what_bounds_the_age_of_groups(newer: bool, tmp_path: Path)
         added = "\n\ndef pop_oldest(args, rollout_id, buffer, num_samples): ...\n"
         spilling = "async def spill_routed_experts(args, sample): ...\n"
         source = _LEAST["data/data_source"] + added
-        write_slime(tmp_path, {"data/data_source": source, "utils/routed_experts": spilling})
+        builder = "class BatchBuilder:\n    def __init__(self, args): ...\n"
+        write_slime(tmp_path, {"data/data_source": source, "data/batch_builder": builder})
+        write_slime(tmp_path, {"utils/routed_experts": spilling})
     for script in ("train.py", *(() if newer else ("train_async.py",))):
         (tmp_path / script).touch()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
     _, output = run_guarded([sys.executable, *_ENTRIES["doctor"]], timeout_s=_LIMIT_S, env=env)
+    assert ("UNKNOWN: BatchBuilder of" in output) is newer  # it cannot normalise rewards
     lines = {line[2:28].strip(): line[28:].strip() for line in output.splitlines()}
     assert "agl_max_staleness" in lines["staleness"]
     assert ("--buffer-sort-by-staleness" in lines["staleness"]) is newer

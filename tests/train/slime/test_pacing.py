@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.threads import run_blocking
+from agl_slime.train.slime.staleness import StalenessController
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.slime_source import AGENT, args_for, check, names
@@ -117,6 +118,13 @@ def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
         assert set(names(first.samples)) < saved
         wait_for_opened(resumed, 2 + 4 + 2)  # trained, saved, new
         assert [version for _, version in resumed._producer._staleness.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
+
+
+def test_restored_groups_are_as_old_as_they_were() -> None:
+    pacing = StalenessController(cast(Any, Namespace(in_flight=["b", "a"])), batch_size=2, max_staleness=2)
+    pacing.restore([("a", 1), ("b", 2)])
+    pacing.begin_rollout(3, cast(Any, Namespace(ready=[], reserve=print)))
+    assert pacing.state() == [("a", 1), ("b", 2)]
 
 
 def test_a_lower_limit_is_refused_while_groups_of_a_higher_one_wait(engine: ScriptedEngine, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
-from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.errors import ConfigError, DataSourceError, RewardError
 from agl_slime.train.slime.generate import _completed, stop_rollouts
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.harness.slime_source import (
@@ -69,6 +69,9 @@ def test_an_agent_in_the_manager_s_own_process_needs_nothing_else():
         output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=2), 0, source)
         check(output.samples)
         assert (output.metrics or {})["agl/trained_total"] == 10
+        output.samples[0][0].reward = None  # no 0.0, where slime leaves rewards to a function for groups
+        with pytest.raises(RewardError, match="sample 0 is None"):
+            asyncio.run(slime_hooks.rewards_of_agents(Namespace(), output.samples[0]))
 
 
 def test_tasks_are_enqueued_as_they_are_asked_for_and_no_further(tmp_path: Path):

@@ -19,7 +19,7 @@ from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from agl_slime.types import Sample
 from tests.harness.datasource import get
 from tests.harness.slime_source import finished_rollouts, names
-from tests.harness.stores import enqueue, finish
+from tests.harness.stores import a_turn, enqueue, finish
 from tests.harness.waiting import until
 
 
@@ -69,11 +69,12 @@ async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(t
         second.load(3)
         assert second.groups.ledger.counts().ready == 2
         for rollout_id in (groups["half"][1], *groups["open"]):
-            await finish(store, rollout_id)
+            await finish(store, rollout_id, turns=[a_turn(0), a_turn(1)] if rollout_id == groups["open"][1] else None)
         later = await get(second, 3)
         assert as_saved(later[0]) == expected
         assert [set(names([group])) for group in later] == [{*groups[name]} for name in ("ready", "half", "open")]
-        assert [sample.index for group in [taken, *later] for sample in group] == list(range(8))
+        numbers = [(sample.index, sample.rollout_id) for group in [taken, *later] for sample in group]
+        assert numbers == [*zip(range(8), range(8), strict=True), (8, 7)]  # the last rollout has two Samples
         assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
         counts = second.groups.ledger.counts()
         assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
