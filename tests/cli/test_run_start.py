@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agl_slime.cli import local
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.models import check_tokenizer
 from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
 from agl_slime.cli.start import find_start, run_directory, set_aside, split_tasks
 from agl_slime.engine.client.describe import EngineDescription
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir
 from agl_slime.tokens.loading import load_tokenizer
 
@@ -143,6 +144,13 @@ def test_files_of_a_run_without_a_checkpoint_are_set_aside(tmp_path: Path, caplo
     caplog.clear()
     set_aside(run)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("missing", ["torch", "safetensors"])
+def test_training_needs_both_of_its_packages(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(MissingDependencyError, match=r"pip install \"agl-slime\[local\]\""):
+        local._require_torch()
 
 
 def test_a_model_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts(monkeypatch: pytes
         assert case.turns[0].prompt_ids.size >= TOKENS
         assert case.attempt._root is not None
         cache = case.attempt._root.context.template.prompt_cache
-        assert 0 < sum(map(len, cache._results)) <= 10_000
+        assert sum(map(len, cache._results)) <= 10_000
 
 
 @pytest.mark.parametrize("path", CHATS)
@@ -156,8 +156,9 @@ def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pyte
     messages = [user("x")]
     with serving("ok", context_length=10**6) as case, httpx.Client(timeout=60) as http:
         for n in range(4):  # other conversations, whose places this one takes
-            others = [user(f"{n}"), *[user("y" * 1_000)] * 300]
-            http.post(f"{case.llm.endpoint}/{path}", json=body_of(path, others)).raise_for_status()
+            http.post(f"{case.llm.endpoint}/{path}", json=body_of(path, [user(f"{n}")])).raise_for_status()
+        for names in threads.values():
+            names.clear()
         for _ in range(3):  # the third request is the first of which only new messages are read
             messages += [user("y" * 1_000)] * 300
             http.post(f"{case.llm.endpoint}/{path}", json=body_of(path, messages)).raise_for_status()

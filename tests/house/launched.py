@@ -61,16 +61,9 @@ def variables(root: Path, directory: Path, policy: Path) -> dict[str, str]:
     model_args.write_text(f"MODEL_ARGS=({' '.join(model_flags(policy))})\n")
     if not (model := directory / "model").exists():
         model.symlink_to(policy)
-    return {
-        "SLIME_DIR": str(root),
-        "MODEL": str(model),
-        "MODEL_TORCH_DIST": str(directory),
-        "MODEL_ARGS_FILE": str(model_args),
-        "SAVE": str(directory / "saved"),
-        "EVAL_DATA": str(directory / "eval.jsonl"),
-        "EVAL_NAME": "lookup",
-        "NUM_GPUS": "4",
-    }
+    files = {"MODEL": model, "MODEL_TORCH_DIST": directory, "MODEL_ARGS_FILE": model_args, "SAVE": directory / "saved"}
+    files |= {"SLIME_DIR": root, "EVAL_DATA": directory / "eval.jsonl"}
+    return {name: str(file) for name, file in files.items()} | {"EVAL_NAME": "lookup", "NUM_GPUS": "4"}
 
 
 def parsed(command: Sequence[str | Path], root: Path, path: Path, extra: dict[str, str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import re
 import threading
 import time
@@ -23,7 +24,7 @@ from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward
-from tests.harness.loop import PATIENT, TASKS, HelloAgent, LoopCase, threads_of_ours
+from tests.harness.loop import PATIENT, HelloAgent, LoopCase, threads_of_ours
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 from tests.loop.failed_run import failed_run
@@ -217,10 +218,16 @@ def test_validation_rollouts_that_fail_do_not_stop_the_run(engine: ScriptedEngin
         async def validation_rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
             raise RuntimeError("no validation today")
 
-    settings: dict[str, Any] = {"tasks": lambda rng: TASKS[rng.randrange(4)], "eval_interval": 1, "eval_rollouts": 3}
+    def make_task(rng: random.Random) -> dict[str, Any]:
+        return {"prompt": "say hello", "n": rng.random()}
+
+    settings: dict[str, Any] = {"tasks": make_task, "eval_interval": 1, "eval_rollouts": 3}
     with LoopCase(agent=FailsInValidation(), url=engine.url, **settings) as case:
         case.loop.run()
         case.check_ledger()
+        rollouts = asyncio.run(case.store.query_rollouts())  # type: ignore[arg-type]
+    drawn = [{rollout.input["n"] for rollout in rollouts if rollout.mode == mode} for mode in ("train", "val")]
+    assert [len(numbers) for numbers in (*drawn, drawn[0] | drawn[1])] == [2, 3, 5]  # held out is held out
     [metrics] = case.recorder.metrics
     assert (metrics["val/count"], metrics["val/failed"], metrics["val/reward_mean"]) == (3, 3, None)
     assert (metrics["val/start_count"], metrics["val/start_failed/RuntimeError"]) == (3, 3)

@@ -27,6 +27,7 @@ from benchmarks.common import Countdown
 from tests.gateway.protocols import events_of, user
 from tests.harness.agl1 import Api, serving_api
 from tests.harness.examples import examples
+from tests.harness.stores import enqueue
 
 
 @pytest.fixture
@@ -291,6 +292,14 @@ def test_second_controller_cannot_change_a_rollout_of_the_first(api: Api) -> Non
     assert patch(first, state="succeeded") == 200
     member = member_of(api, rollout)
     assert (member.reward, member.turns) == (1.0, 1)
+
+
+def test_a_rollout_that_is_tried_again_begins_under_any_controller(api: Api) -> None:
+    [rollout] = run_blocking(enqueue(api.store, 1, max_attempts=2))
+    for controller, end in (("a", "failed"), ("b", "succeeded")):
+        for state in ("running", end):
+            address = f"/controller/{controller}/api/rollouts/{rollout}"
+            assert api.http.patch(address, json={"status": {"state": state}}).status_code == 200, state
 
 
 def test_lost_controller_fails_its_running_rollouts_and_refuses_new_calls(api: Api) -> None:

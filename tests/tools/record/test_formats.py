@@ -75,6 +75,7 @@ def test_branches_of_verifiers_are_the_samples(recorded: RecordedRollout) -> Non
         first = mask.index(True)
         rows.append((tokens, [int(number) for number in mask[first:]], values[first:]))
     assert rows == rows_of_samples(recorded)
+    assert sum(not node.get("sampled") for node in nodes) >= sum(bool(turn.messages) for turn in recorded.turns()[:1])
     assert [call["node"] for call in trace["calls"]] == [
         index for index, node in enumerate(nodes) if node.get("sampled")
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rehearse.checks import OURS, Arguments
 from agl_slime.rehearse.command import RehearseConfig, lines_of, rehearse
 from agl_slime.rehearse.forecast import Shape, Speeds, compare, forecast
@@ -125,3 +125,13 @@ def test_a_forecast_is_a_table_or_one_reason(
     assert bool(done.forecasts) is not bool(why)
     assert (why in notes[0]) if why else notes == []
     assert lines_of(done)
+
+
+def test_a_python_without_slime_ends_a_rehearsal_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "utils" / "arguments.py").write_text("import none_of_this\n")
+    command = Command(("python3", "train.py"), str(tmp_path), {})
+    monkeypatch.setattr("agl_slime.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
+    config = RehearseConfig(script=tmp_path / "run.sh", without_sandbox=True)
+    with pytest.raises(MissingDependencyError, match="No module named 'none_of_this'; give --python"):
+        rehearse(config, (), slime_dir=tmp_path, tokenizer=tmp_path, scratch=tmp_path)

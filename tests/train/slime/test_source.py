@@ -62,9 +62,12 @@ def test_connected_to_nothing_it_gives_placeholders_like_slimes_own_source(caplo
 
 
 def test_an_agent_in_the_manager_s_own_process_needs_nothing_else():
-    with AGLDataSource(args_for(agl_agent=AGENT)) as source:
+    with AGLDataSource(args_for(agl_agent=AGENT, agl_eval_rollouts=3)) as source:
         groups = source.get_samples(3)
         check(groups)
+        held_out: Any = slime_hooks.generate_rollout(None, 0, source, evaluation=True)
+        trained = {str(sample.prompt) for group in groups for sample in group}
+        assert not trained & {str(sample.prompt) for sample in held_out.data["agl"]["samples"]}
         assert [group[0].group_index for group in groups] == [0, 1, 2]
         output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=2), 0, source)
         check(output.samples)
