@@ -201,9 +201,7 @@ async def test_finished_failed_or_anonymous_rollouts_are_not_kept(runs: Runs) ->
     assert '"instance_id": "3"' in line
 
 
-async def test_without_the_engine_the_checkpoint_is_written_all_the_same(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_the_engine_the_checkpoint_is_written_all_the_same(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("agl_slime.agent.partial._CUT_TIMEOUT_S", 0.2)
     partial = PartialRollouts()
     await runs.ask(partial, 6)

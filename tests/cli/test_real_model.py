@@ -76,9 +76,7 @@ def test_the_tokenizer_is_the_models_own(model_dir: Path, prompt: list[int]) -> 
         assert (ids["bos_token_id"], ids["eos_token_id"], ids["pad_token_id"]) == (1, 2, 2)
 
 
-def test_served_trained_for_a_step_and_synchronised(
-    model_dir: Path, engine: str, prompt: list[int], tmp_path: Path
-) -> None:
+def test_served_trained_for_a_step_and_synchronised(model_dir: Path, engine: str, prompt: list[int], tmp_path: Path):
     from agl_slime.train.local.settings import LocalTrainerSettings
     from agl_slime.train.local.trainer import LocalTrainer
 

@@ -71,9 +71,7 @@ def test_a_start_that_fails_leaves_nothing_and_the_corrected_command_works(
     assert "finished" in train(run)
 
 
-def test_a_finished_run_is_replaced_by_name_only(
-    tmp_path: Path, broken: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_is_replaced_by_name_only(tmp_path: Path, broken: Path, caplog: pytest.LogCaptureFixture):
     run = tmp_path / "run"
     train(run)
     files = content(run)

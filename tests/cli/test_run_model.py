@@ -116,9 +116,7 @@ def test_the_best_model_has_the_weights_of_the_best_validation(finished: tuple[P
     assert weights[0] == weights[1]
 
 
-def test_a_model_that_a_kill_took_is_made_from_the_newest_checkpoint(
-    finished: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_model_that_a_kill_took_is_made_from_the_newest_checkpoint(finished: tuple[Path, str], tmp_path: Path):
     directory, _ = finished
     (directory / "model").rename(directory / ".model.old-elsewhere")  # between the two renames
     model = find_model(directory, lambda text: None)
@@ -129,9 +127,7 @@ def test_a_model_that_a_kill_took_is_made_from_the_newest_checkpoint(
         model_of_run(tmp_path)
 
 
-def test_a_model_that_cannot_be_written_leaves_the_old_one(
-    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_written_leaves_the_old_one(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
     directory, _ = finished
     card = (model_of_run(directory) / "README.md").read_text()
 

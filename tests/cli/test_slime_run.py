@@ -147,9 +147,7 @@ def iterations() -> list[set[str]]:
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "of slime's own loop"])
-async def test_loaded_slime_run_continues_with_the_next_task_and_ends_in_time(
-    engine: str, tmp_path: Path, ours: bool
-) -> None:
+async def test_loaded_slime_run_continues_with_the_next_task_and_ends_in_time(engine: str, tmp_path: Path, ours: bool):
     tasks, checkpoint = numbered(4 * BATCH), tmp_path / "checkpoint"
     await run(config_for(engine, tmp_path, 2, tasks), "--save", str(checkpoint))
     if not ours:

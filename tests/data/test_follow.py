@@ -21,9 +21,7 @@ def page(position: int, ids: list[str]) -> FeedPage:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), feed=st.lists(st.integers(0, 12).map(str), min_size=1, max_size=40), hold=st.booleans())
-def test_after_a_crash_exactly_the_unread_completions_come_again(
-    data: st.DataObject, feed: list[str], hold: bool
-) -> None:
+def test_after_a_crash_exactly_the_unread_completions_come_again(data: st.DataObject, feed: list[str], hold: bool):
     """``feed`` repeats rollouts, as a store does when an end is reported twice."""
     table = CompletionTable(hold=hold, has_feed=True)
     unread: list[str] = []

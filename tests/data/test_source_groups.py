@@ -84,9 +84,7 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
 
 
 @pytest.mark.parametrize(("name", "declared"), [("score", None), ("primary", None), ("score", "format")])
-async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends(
-    name: str, declared: str | None
-) -> None:
+async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends(name: str, declared: str | None):
     """It is declared, or the first of the first drawn rollout that has names; a checkpoint keeps it."""
     right, early, other = {name: 0.5, "format": 1.0}, {"format": 0.0, name: -1.0}, {"acc": 1.0, "style": 2.0}
     with Running(

@@ -57,9 +57,7 @@ BAD_ID = sglangs("The input_ids [999] contains values greater than the vocab siz
         (503, '{"detail": "The request queue is full."}', EngineServerError, True),
     ],
 )
-def test_each_status_maps_to_an_error_and_a_retry_flag(
-    status: int, body: str, error: type[EngineError], retry: bool
-) -> None:
+def test_each_status_maps_to_an_error_and_a_retry_flag(status: int, body: str, error: type[EngineError], retry: bool):
     refused = refusal(status, body, where="http://h:1/generate")
     assert type(refused) is error
     assert refused.transient is retry
@@ -97,9 +95,7 @@ def test_context_limit_only_from_the_total_refusal() -> None:
         (refusal(400, BAD_ID), OutOfVocabularyError, False),
     ],
 )
-def test_each_exception_maps_to_an_error_and_a_retry_flag(
-    exc: Exception, error: type[EngineError], retry: bool
-) -> None:
+def test_each_exception_maps_to_an_error_and_a_retry_flag(exc: Exception, error: type[EngineError], retry: bool):
     verdict = engine_error(exc)
     assert type(verdict) is error
     assert verdict.transient is retry

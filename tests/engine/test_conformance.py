@@ -142,9 +142,7 @@ async def test_a_stop_token_ends_it_and_stays_among_the_ids(
         assert answer["text"] == tokenizer.decode(expected[: end - trimmed])
 
 
-async def test_a_stop_string_across_tokens_ends_it(
-    client: Client, model: Any, tokenizer: Any, task_prompt: list[int]
-) -> None:
+async def test_a_stop_string_across_tokens_ends_it(client: Client, model: Any, tokenizer: Any, task_prompt: list[int]):
     call = task_prompt + tokenizer.encode('<tool_call>{"name')  # the answer continues the call
     expected = greedy(model, call, 12)
     text = tokenizer.decode(expected)
@@ -161,9 +159,7 @@ async def test_a_stop_string_across_tokens_ends_it(
         assert answer["output_ids"] == expected[:4]
 
 
-async def test_the_end_token_ends_it_unless_ignored(
-    client: Client, model: Any, tokenizer: Any, task_prompt: list[int]
-) -> None:
+async def test_the_end_token_ends_it_unless_ignored(client: Client, model: Any, tokenizer: Any, task_prompt: list[int]):
     from agl_slime.cli.demo import LookupDemonstrations
 
     prompt = task_prompt + tokenizer.encode(LookupDemonstrations().tool_call("bdf"))

@@ -77,9 +77,7 @@ def test_the_context_bounds_a_request_and_a_bad_one_of_a_batch_queues_none(reque
     assert requests.engine.idle
 
 
-def test_a_failure_in_the_model_ends_every_request_and_every_call(
-    requests: Requests, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_model_ends_every_request_and_every_call(requests: Requests, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("threading.excepthook", lambda _: None)  # which prints the traceback
 
     def broken(*_: Any, **__: Any) -> Any:

@@ -121,9 +121,7 @@ async def test_an_engine_that_does_not_list_its_versions_aborts_at_a_pause() -> 
         (["none"], {"dtype": "bfloat16"}, ""),  # a server without this route
     ],
 )
-async def test_workers_compute_dtype(
-    served: list[str], config: dict[str, str] | None, expected: str, tmp_path: Path
-) -> None:
+async def test_workers_compute_dtype(served: list[str], config: dict[str, str] | None, expected: str, tmp_path: Path):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     async with AsyncExitStack() as stack:

@@ -88,9 +88,7 @@ def test_a_worker_of_another_host_shares_the_run(
     assert 0 < len(list((tmp_path / "elsewhere").iterdir())) <= len(ids)
 
 
-def test_a_judge_is_answered_by_the_policy_and_trained_only_if_named(
-    packages: Path, engine: Engine, tmp_path: Path
-) -> None:
+def test_a_judge_is_answered_by_the_policy_and_trained_only_if_named(packages: Path, engine: Engine, tmp_path: Path):
     episodes = ask("tiny", str(packages), "tiny_judged", "3")
     env = load("tiny_judged")
     assert (env.trained, env.untrained) == (["solver"], ["judge"])

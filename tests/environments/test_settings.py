@@ -133,9 +133,7 @@ def _run_of(directory: Path, *, held_out: int) -> RunDir:
     return run
 
 
-def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tasks = [_task(f"d{number}", number) for number in range(50)]
 
     def environment(config: TrainConfig, *, held_out: int | None = None) -> Any:

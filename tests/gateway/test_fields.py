@@ -222,9 +222,7 @@ def client() -> Iterator[httpx.Client]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(
-    path: str, data: st.DataObject, client: httpx.Client
-) -> None:
+def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(path: str, data: st.DataObject, client: httpx.Client):
     changed = data.draw(st.dictionaries(st.sampled_from(NAMES[path]), hostile(), min_size=1, max_size=2))
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
     body = body_of(path, [user("Weather?")], **{limit: 9}, stream=data.draw(st.booleans()))

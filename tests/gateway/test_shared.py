@@ -106,9 +106,7 @@ def test_a_body_is_read_as_if_it_were_the_first(sent: list[tuple[str, bytes]]) -
 
 
 @pytest.mark.parametrize("tools_last", [True, False])
-async def test_attempts_share_their_tools_and_keep_no_message_bytes(
-    tools_last: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_attempts_share_their_tools_and_keep_no_message_bytes(tools_last: bool, monkeypatch: pytest.MonkeyPatch):
     # requests of other tests may have filled the room for shared tools
     monkeypatch.setattr(bodies_module, "_shared", {})
     path, protocol = "/chat/completions", ChatCompletions()

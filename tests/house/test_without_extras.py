@@ -92,13 +92,3 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     # 6 s on a quiet machine, nearly all of it Agent Lightning's import; the limit that users are promised is 15 s
     assert took < 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-@pytest.mark.slow
-def test_training_without_torch_names_the_extra_to_install(tmp_path: Path) -> None:
-    flags = ("--output-dir", str(tmp_path / "out"))
-    done = python("train.py", *flags, without=("torch", "safetensors"), directory=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert 'pip install "agl-slime[local]"' in line

@@ -238,9 +238,7 @@ def test_validation_rollouts_that_fail_do_not_stop_the_run(engine: ScriptedEngin
     assert metrics["rollout/failed"] == 0
 
 
-def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(
-    tmp_path: Path, engine: ScriptedEngine
-) -> None:
+def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(tmp_path: Path, engine: ScriptedEngine):
     """The scripted engine has one answer, so nothing can be learned unless it is already the best one."""
 
     def alarms(name: str, reward_of: Any, **settings: Any) -> list[str]:

@@ -49,9 +49,7 @@ def numbered() -> Callable[[random.Random], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_judge_that_is_away_for_a_while_ends_nothing(
-    max_staleness: int, engine: ScriptedEngine, quick_pauses: None
-) -> None:
+def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, engine: ScriptedEngine, quick_pauses: None):
     settings: dict[str, Any] = {"num_iterations": 5, "max_staleness": max_staleness, "failure_patience_s": 60}
     agent = HelloAgent(judge=Judge(away=range(4, 12)))
     with LoopCase(agent=agent, url=engine.url, tasks=numbered(), **settings) as case:

@@ -122,9 +122,7 @@ async def test_synchronous_training_enqueues_nothing_during_a_step(engine: Scrip
 
 
 @pytest.mark.parametrize("max_replaced", [None, 0])
-async def test_dropped_group_is_replaced_unless_replacement_is_off(
-    max_replaced: int | None, engine: ScriptedEngine
-) -> None:
+async def test_dropped_group_is_replaced_unless_replacement_is_off(max_replaced: int | None, engine: ScriptedEngine):
     def judge(task: dict[str, Any], response: str) -> float:
         if task["prompt"].endswith("3"):
             raise ValueError("no reward")
@@ -185,9 +183,7 @@ async def test_validations_run_beside_training_and_report_their_lag(engine: Scri
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_each_validation_has_the_same_tasks_and_its_own_sampling(
-    engine: ScriptedEngine, max_staleness: int
-) -> None:
+async def test_each_validation_has_the_same_tasks_and_its_own_sampling(engine: ScriptedEngine, max_staleness: int):
     """A policy that never changes, and rewards that the task fixes: all validations are equal."""
     validated: list[str] = []
 

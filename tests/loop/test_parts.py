@@ -99,9 +99,7 @@ class NoSpans(BridgeStore):
         (NoSpans, DataSourceError, "the data source's thread ended: the spans are gone"),
     ],
 )
-def test_a_runner_or_data_source_that_dies_ends_the_run(
-    store: Any, error: Any, sentence: str, engine: ScriptedEngine
-) -> None:
+def test_a_runner_or_data_source_that_dies_ends_the_run(store: Any, error: Any, sentence: str, engine: ScriptedEngine):
     began = time.monotonic()
     case, _ = failed_run(engine, sentence, error=error, store=store())
     assert time.monotonic() - began < 15

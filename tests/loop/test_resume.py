@@ -106,9 +106,7 @@ async def test_groups_that_are_dropped_are_not_drawn_after_a_resume(tmp_path: Pa
         assert set(second.memory.learned) < set(finished)
 
 
-async def test_pending_groups_are_checkpointed_and_delivered_after_resume(
-    tmp_path: Path, engine: ScriptedEngine
-) -> None:
+async def test_pending_groups_are_checkpointed_and_delivered_after_resume(tmp_path: Path, engine: ScriptedEngine):
     with Life(tmp_path, engine.url, num_iterations=1, n_groups=3, n_trained=1) as first:
         await first.loop.run_async()
         [learned] = first.memory.learned
@@ -152,9 +150,7 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path, engine: Scr
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000002", "step_000003"]
 
 
-def test_only_the_newest_whole_checkpoints_stay_and_reach_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_newest_whole_checkpoints_stay_and_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     flushed: set[str] = set()
     directory, ledger = tmp_path / "c", Ledger(path=tmp_path / "ledger.sqlite")
 

@@ -107,9 +107,7 @@ def test_blank_lines_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path
         (None, "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_sentence_with_its_line(
-    content: bytes | None, error: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_used_is_one_sentence_with_its_line(content: bytes | None, error: str, tmp_path: Path):
     file = tmp_path / "tasks.jsonl"
     if content is not None:
         file.write_bytes(content)

@@ -123,9 +123,7 @@ def test_unknown_tool_call_format_is_refused_at_the_start(policy_dir: Path, tmp_
     assert "a request with tools will be refused" in check(agent=None, tasks=[], environment=object())
 
 
-def test_foreign_weights_are_refused_in_the_first_iteration(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_foreign_weights_are_refused_in_the_first_iteration(policy_dir: Path, embedded_engine: str, tmp_path: Path):
     class Intruder(Sorter):
         pushed: asyncio.Future[None] | None = None
 
@@ -146,9 +144,7 @@ def test_foreign_weights_are_refused_in_the_first_iteration(
         train(given=parts, output_dir=tmp_path / "out", **settings)
 
 
-def test_an_iteration_without_training_takes_no_weight_version(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_an_iteration_without_training_takes_no_weight_version(policy_dir: Path, embedded_engine: str, tmp_path: Path):
     """The staleness of a token counts the pushes since it was sampled."""
 
     class Flat(Sorter):

@@ -133,9 +133,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
 
 
 @pytest.mark.parametrize(("fault", "kind", "iteration", "text"), FAULTS, ids=[row[1] for row in FAULTS])
-def test_each_fault_raises_its_alarm_and_no_other(
-    fault: Callable[[Run], None], kind: str, iteration: int, text: str
-) -> None:
+def test_each_fault_raises_its_alarm_and_no_other(fault: Callable[[Run], None], kind: str, iteration: int, text: str):
     run = healthy()
     fault(run)
     (alarm,) = find_alarms(*run)

@@ -104,9 +104,7 @@ def change_a_field(path: Path, rng: random.Random, value: Any) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def test_wrong_file_in_place_of_the_metrics_is_named(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_file_in_place_of_the_metrics_is_named(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for number, place in enumerate(PLACES):
         run = shutil.copytree(whole, tmp_path / str(number))
         (run / "metrics.jsonl").unlink()

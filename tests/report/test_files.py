@@ -109,9 +109,7 @@ def test_a_resumed_run_is_summed_up_as_a_whole(tmp_path: Path) -> None:
     assert "succeeded" not in text
 
 
-def test_a_run_that_fails_at_once_without_tensorboard_has_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_at_once_without_tensorboard_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("agl_slime.report.metrics.find_spec", lambda name: None)
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     text = run(directory, iterations=0, reason="SGLang is not reachable at http://127.0.0.1:1; start it")

@@ -150,9 +150,7 @@ def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
     assert rows(tmp_path, "groups")[0]["outcomes"] == ["trained"]
 
 
-def test_crash_between_the_two_files_leaves_no_dangling_kept_rollout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_between_the_two_files_leaves_no_dangling_kept_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     append = IterationFile.append
 
     def die_after_the_first(self: IterationFile, *args: Any) -> None:

@@ -36,9 +36,7 @@ def test_missing_tracker_library_is_refused_before_the_run(monkeypatch: pytest.M
         need_trackers(["mlflow"])
 
 
-def test_mlflow_has_metrics_by_iteration_and_a_resumed_run_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_metrics_by_iteration_and_a_resumed_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tracking = pytest.importorskip("mlflow.tracking", reason='no MLflow: pip install "agl-slime[mlflow]"')
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -53,9 +53,7 @@ def counted_batches(remote: WorkerStore) -> list[int]:
     return batches
 
 
-async def test_many_completions_share_one_request_and_each_gets_its_result(
-    store: BridgeStore, remote: WorkerStore
-) -> None:
+async def test_many_completions_share_one_request_and_each_gets_its_result(store: BridgeStore, remote: WorkerStore):
     ids = await enqueue(store, 40)
     batches = counted_batches(remote)
     claimed = await remote.dequeue_many_rollouts(limit=40, worker_id="w")
@@ -76,9 +74,7 @@ async def test_many_completions_share_one_request_and_each_gets_its_result(
         assert [span.attributes["text"] for span in spans] == [str(number)] * (number % 4)
 
 
-async def test_a_call_that_fails_or_cannot_be_encoded_fails_its_caller_only(
-    store: BridgeStore, remote: WorkerStore
-) -> None:
+async def test_a_call_that_fails_or_cannot_be_encoded_fails_its_caller_only(store: BridgeStore, remote: WorkerStore):
     await enqueue(store, 1)
     claimed = await claim(store)
     key = claimed.rollout_id, claimed.attempt.attempt_id

@@ -98,9 +98,7 @@ def test_rollouts_of_a_child_controller_become_samples(store: BridgeStore, tmp_p
 @pytest.mark.parametrize(
     ("agent", "reason"), [("WithoutReward", "no_reward"), ("Raises", "agent_failed"), ("Killed", "agent_failed")]
 )
-def test_agent_error_is_its_rollouts_failure_reason(
-    store: BridgeStore, tmp_path: Path, agent: str, reason: str
-) -> None:
+def test_agent_error_is_its_rollouts_failure_reason(store: BridgeStore, tmp_path: Path, agent: str, reason: str):
     (member,) = run_rollouts(agent, store, tmp_path / "controller.log", count=1)
     assert (member.failure, member.turns) == (reason, 1)
 

@@ -48,9 +48,7 @@ def test_only_slime_runs_may_continue_from_another_directory(tmp_path: Path, sli
         (["1", "2", "2"], ["2"]),
     ],
 )
-def test_an_iteration_without_training_has_the_version_before_it(
-    tmp_path: Path, versions: list[str], wrong: list[str]
-) -> None:
+def test_an_iteration_without_training_has_the_version_before_it(tmp_path: Path, versions: list[str], wrong: list[str]):
     metrics, trained = IterationFile(tmp_path / "metrics.jsonl"), IterationFile(tmp_path / "trained.jsonl")
     for iteration, version in enumerate(versions, 1):
         metrics.append(iteration, [{"weights/version": version}])

@@ -114,9 +114,7 @@ def test_each_planted_fault_is_one_sentence_with_its_fix(name: str, policy_dir: 
         assert fix in matching[0]
 
 
-def test_settings_of_the_jobs_environment_count(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_the_jobs_environment_count(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AGL_SLIME_AGENT", "mine:Agnt")
     (fault,) = (text for text in findings(tmp_path, policy_dir, {}, {"agl_agent": None}) if "Agnt cannot" in text)
     assert fault.endswith("did you mean mine:Agent?")

@@ -59,9 +59,7 @@ def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, sample
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_lora_training_resumes_exactly(
-    policy: Path, samples: list[Sample], tmp_path: Path, checkpointing: bool
-) -> None:
+def test_lora_training_resumes_exactly(policy: Path, samples: list[Sample], tmp_path: Path, checkpointing: bool):
     straight = trainer(policy, gradient_checkpointing=checkpointing)
     straight.train(samples, iteration=0)
     straight.save(tmp_path / "state")
@@ -80,9 +78,7 @@ def test_the_start_policy_is_the_model_without_its_adapters(policy: Path, sample
     assert adapters(ours).numel() > 0
 
 
-def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(
-    policy: Path, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
     ours.train(samples, iteration=0)
     ours.save(tmp_path / "with")

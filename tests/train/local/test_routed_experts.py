@@ -122,9 +122,7 @@ async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str,
     assert not np.array_equal(np.sort(answer.experts.rows), np.sort(expected(directory, ids)))
 
 
-async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(
-    served: tuple[str, Path], tmp_path: Path
-) -> None:
+async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(served: tuple[str, Path], tmp_path: Path):
     url, directory = served
     noisy = save_moe(tmp_path, family=family_of(directory), router_noise=0.02)
     prompts = prompts_of(8)
@@ -168,9 +166,7 @@ async def test_recomputed_layers_are_given_the_same_experts_again(served: tuple[
     assert norms[0]["train/grad_norm"] == pytest.approx(norms[1]["train/grad_norm"], rel=1e-4)
 
 
-async def test_replay_settings_are_checked_before_the_first_batch(
-    served: tuple[str, Path], embedded_engine: str
-) -> None:
+async def test_replay_settings_are_checked_before_the_first_batch(served: tuple[str, Path], embedded_engine: str):
     url, _ = served
     assert await check_replay(url, {"routed_experts": [LAYERS, TOP_K]})
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
@@ -218,9 +214,7 @@ def test_gateway_agents_are_trained_with_the_experts_of_all_turns(served: tuple[
 
 
 @pytest.mark.slow
-def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_run_trains_on_the_experts_that_its_engine_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """train.py with a mixture of experts, in this process: each pass of the trainer, the embedded engine beside it; the
     experts of some turns in files."""
     forced: list[Any] = []

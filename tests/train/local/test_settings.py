@@ -55,9 +55,7 @@ def test_settings_that_would_do_nothing_are_refused(fields: dict[str, Any], text
         (4_000, {"lr": 5e-4, "lora_rank": 8}, False),
     ],
 )
-def test_the_tiny_policys_learning_rate_warns_with_a_large_model(
-    width: int, settings: dict[str, Any], warned: bool
-) -> None:
+def test_the_tiny_policys_learning_rate_warns_with_a_large_model(width: int, settings: dict[str, Any], warned: bool):
     torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.cli.local import learning_rate_warning
 

@@ -203,9 +203,7 @@ def test_a_number_that_is_not_finite_takes_no_step(policy: Path, samples: list[S
 # -- its thread -----------------------------------------------------------------------------------------------------
 
 
-def test_steps_and_checkpoints_share_one_thread_for_all_callers(
-    policy: Path, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_steps_and_checkpoints_share_one_thread_for_all_callers(policy: Path, samples: list[Sample], tmp_path: Path):
     ours, threads = trainer(policy), set()
     ours.on_progress = lambda share: threads.add(threading.current_thread())
     ours.model.register_state_dict_pre_hook(lambda *_: threads.add(threading.current_thread()))

@@ -40,9 +40,7 @@ def normalized(rewards: list[float], *, std: bool) -> list[float]:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(batches(), st.booleans(), st.data())
-def test_normalized_rewards_equal_the_formula_of_each_rule(
-    batch: tuple[int, list[float]], std: bool, data: Any
-) -> None:
+def test_normalized_rewards_equal_the_formula_of_each_rule(batch: tuple[int, list[float]], std: bool, data: Any):
     size, rewards = batch
     n = len(rewards)
     columns: Any = {"prompts": [place // size for place in range(n)], "rollouts": [*range(n)], "use": [True] * n}

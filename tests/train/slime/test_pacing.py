@@ -46,9 +46,7 @@ def wait_for_ready(source: AGLDataSource, n: int) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(
-    engine: ScriptedEngine, max_staleness: int
-) -> None:
+def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(engine: ScriptedEngine, max_staleness: int):
     args = paced(engine, max_staleness)
     trained: list[str] = []
     with AGLDataSource(args) as source:

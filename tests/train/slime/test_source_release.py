@@ -67,9 +67,7 @@ async def test_slime_without_save_interval_releases_read_rollouts(tmp_path: Path
         await until(lambda: sorted(store.released) == sorted(ids))
 
 
-async def test_slime_with_save_interval_holds_rollouts_until_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slime_with_save_interval_holds_rollouts_until_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rounds, release_due = 0, completions.CompletionFollower.release_due
 
     async def counted(self: Any, **options: Any) -> None:
