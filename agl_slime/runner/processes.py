@@ -103,7 +103,7 @@ class ProcessPool(WorkerPool):
             self._supervisor.note_ready()
         wait([worker.process.sentinel])
         verdict = cause = ""
-        with suppress(EOFError, OSError):  # whoever kills a stuck worker sends a reason
+        with suppress(EOFError, OSError):  # the killer of a stuck worker sends a reason
             while worker.control.poll():
                 verdict, cause = worker.control.recv()
         with self._launching:  # starting a process also reaps ended ones, and an exit code can be read only once

@@ -143,7 +143,7 @@ def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
 
 
 def _holder(pid: int) -> tuple[str, str]:
-    """What holds the lock, and the id of its rollout."""
+    """The holder of the lock, and the id of its rollout."""
     before = _running_s(pid)
     time.sleep(_SAMPLE_S)
     spent = {thread: now - before.get(thread, now) for thread, now in _running_s(pid).items()}
@@ -152,10 +152,10 @@ def _holder(pid: int) -> tuple[str, str]:
     stacks = [stack for thread in busy or ranked if (stack := _stack_in(pid, thread))]
     users = [stack for stack in stacks if users_frame(stack)]
     # the busiest, or, since a call that waits while it holds the lock uses no CPU time, each that may be the one
-    found = (users or stacks)[:1] if busy else users
-    places = " or ".join(map(place_of, found[:3])) or "native code"
-    more, waits = " or another" * (len(found) > 3), " and waits, or the machine is short of memory" * (not busy)
-    return f"{places}{more} holds the interpreter lock{waits}", rollout_in(found[0]) if len(found) == 1 else ""
+    holders = (users or stacks)[:1] if busy else users
+    places = " or ".join(map(place_of, holders[:3])) or "native code"
+    more, waits = " or another" * (len(holders) > 3), " and waits, or the machine is short of memory" * (not busy)
+    return f"{places}{more} holds the interpreter lock{waits}", rollout_in(holders[0]) if len(holders) == 1 else ""
 
 
 def _stack_in(pid: int, thread: int) -> list[Frame]:
@@ -171,7 +171,7 @@ def _stack_in(pid: int, thread: int) -> list[Frame]:
 
 
 def _read(wait_s: float | None) -> str:
-    """What comes within ``wait_s``; ends this process at the end of the other."""
+    """Input that comes within ``wait_s``; ends this process at the end of the other."""
     if not select.select([0], [], [], wait_s)[0]:
         return ""
     return os.read(0, 65_536).decode(errors="replace") or sys.exit()

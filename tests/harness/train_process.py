@@ -53,11 +53,8 @@ class Run:
         assert printed(), self.text
 
     def children(self) -> list[psutil.Process]:
-        """Its processes, without ``watchers``."""
+        """Its processes, without the child that watches."""
         return [child for child in children(self.process) if not watches(child)]
-
-    def watchers(self) -> list[psutil.Process]:
-        return [child for child in children(self.process) if watches(child)]
 
     def end(self, within_s: float = 60.0) -> tuple[int, float]:
         """The exit code, and the seconds until the exit."""

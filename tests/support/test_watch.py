@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,9 +38,8 @@ async def main():
         monitor.start()
         monitor.allow({limit_s})
     print("ready", flush=True)
-    work = {work}
-    if await asyncio.to_thread(sys.stdin.readline) and work:
-        threading.Thread(target=named(lambda: work(), "ro-7"), daemon=True).start()
+    await asyncio.to_thread(sys.stdin.readline)
+    threading.Thread(target=named(lambda: {work}(), "ro-7"), daemon=True).start()
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -49,107 +47,90 @@ asyncio.run(main())
 
 
 class Watched:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        assert process.stdin is not None
-        self.out, self.into = process.stdout, process.stdin
+    """A process with two monitors, in which ``work`` begins at ``go``."""
+
+    def __init__(self, directory: Path, work: str, *, stuck_s: float, limit_s: float = 0.0) -> None:
+        script = directory / "agent.py"
+        script.write_text(SCRIPT.format(work=work, stuck_s=stuck_s, limit_s=limit_s))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = [sys.executable, str(script)]
+        self.process: Any = subprocess.Popen(command, text=True, bufsize=1, start_new_session=True, **pipes)  # type: ignore[call-overload]
+
+    def __enter__(self) -> Watched:
+        assert self.line() == "ready\n"
+        [self.child] = psutil.Process(self.process.pid).children(recursive=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # its child ends with it
+        self.process.communicate()
+
+    def line(self) -> str:
+        return self.process.stdout.readline()
 
     def go(self) -> None:
-        self.into.write("go\n")
-        self.into.flush()
+        self.process.stdin.write("go\n")
 
     def interrupt(self) -> None:
         """As a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def child(self) -> psutil.Process:
-        [child] = psutil.Process(self.process.pid).children(recursive=True)
-        return child
-
-
-@contextmanager
-def watched(directory: Path, work: str, *, stuck_s: float, limit_s: float = 0.0) -> Iterator[Watched]:
-    """A process with two monitors."""
-    script = directory / "agent.py"
-    script.write_text(SCRIPT.format(work=work, stuck_s=stuck_s, limit_s=limit_s))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen([sys.executable, str(script)], text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    try:
-        case = Watched(process)
-        assert case.out.readline() == "ready\n"
-        yield case
-    finally:
-        if process.poll() is None:
-            case.child().kill()
-            process.kill()
-        process.wait(10)
-        process.communicate()
-
-
-def place_of(directory: Path, text: str) -> str:
-    lines = (directory / "agent.py").read_text().splitlines()
-    number = next(number for number, line in enumerate(lines, 1) if text in line)
-    return f"of rollout ro-7 at {directory / 'agent.py'}:{number}"
+    def last_line(self) -> str:
+        """The only line that is left, once the process was killed."""
+        assert self.process.wait(WITHIN_S) == -signal.SIGKILL
+        [last] = self.process.stdout.read().splitlines()
+        return last
 
 
 def test_a_call_that_waits_under_the_lock_is_named(tmp_path: Path) -> None:
-    with watched(tmp_path, "waits", stuck_s=4.0) as case:
+    with Watched(tmp_path, "waits", stuck_s=4.0) as case:
         case.go()
-        assert f"waits() {place_of(tmp_path, 'PyDLL')}" in case.out.readline()
+        assert f"waits() of rollout ro-7 at {tmp_path}/agent.py:11" in case.line()
 
 
 def test_code_that_holds_the_lock_is_named_once_and_ended_at_its_limit(tmp_path: Path) -> None:
-    with watched(tmp_path, "score", stuck_s=1.0, limit_s=3.0) as case:
+    with Watched(tmp_path, "score", stuck_s=1.0, limit_s=3.0) as case:
         case.go()
-        first = case.out.readline()
-        holder = f": score() {place_of(tmp_path, 're.match')} holds the interpreter lock; "
-        assert holder in first
-        assert "killed after 3 s or at the second Ctrl-C" in first
-        assert case.process.wait(WITHIN_S) == -signal.SIGKILL
-        [last] = case.out.read().splitlines()
-        assert last.startswith(f"error: killed after 3 s{holder}")
-        for remedy in ("--rollout-timeout", "--resume", "--runners process:N"):
-            assert remedy in last
+        named, ended = case.line(), case.last_line()
+    holder = f": score() of rollout ro-7 at {tmp_path}/agent.py:8 holds the interpreter lock; "
+    assert f"{holder}killed after 3 s or at the second Ctrl-C" in named
+    assert ended.startswith(f"error: killed after 3 s{holder}")
+    for remedy in ("--rollout-timeout", "--resume", "--runners process:N"):
+        assert remedy in ended
 
 
 def test_a_second_signal_ends_a_process_that_hears_none(tmp_path: Path) -> None:
-    with watched(tmp_path, "score", stuck_s=1e9) as case:
+    with Watched(tmp_path, "score", stuck_s=1e9) as case:
         case.go()
         busy = psutil.Process(case.process.pid)
         began = busy.cpu_times().user
         assert becomes_true(lambda: busy.cpu_times().user - began >= 0.3, WITHIN_S)  # until the expression runs
         case.interrupt()
-        assert "score() of rollout ro-7" in case.out.readline()  # at once: the process cannot handle the signal
+        assert "score() of rollout ro-7" in case.line()  # at once: the process cannot handle the signal
         case.interrupt()
-        assert case.process.wait(WITHIN_S) == -signal.SIGKILL
-        [last] = case.out.read().splitlines()  # the first signal has not been handled
-        assert last.startswith("error: killed at the second Ctrl-C: score()")
+        assert case.last_line().startswith("error: killed at the second Ctrl-C: score()")
 
 
 def test_a_process_that_hears_signals_is_left_alone(tmp_path: Path) -> None:
-    with watched(tmp_path, "None", stuck_s=1e9) as case:
+    with Watched(tmp_path, "score", stuck_s=1e9) as case:
         for _ in range(3):
             case.interrupt()
-            assert case.out.readline() == "heard\n"
-        child = case.child()
+            assert case.line() == "heard\n"
         case.process.kill()
-        case.process.wait(10)
-        assert case.out.read() == ""  # at its end, which is the child's as well
-        _, alive = psutil.wait_procs([child], timeout=WITHIN_S)
+        assert case.process.stdout.read() == ""  # at its end, which is the child's as well
+        _, alive = psutil.wait_procs([case.child], timeout=WITHIN_S)
         assert alive == []
 
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_not_stuck(tmp_path: Path) -> None:
-    with watched(tmp_path, "None", stuck_s=1.0) as case:
-        child = case.child()
+    with Watched(tmp_path, "score", stuck_s=1.0) as case:
         os.kill(case.process.pid, signal.SIGSTOP)
-        began = child.num_ctx_switches().voluntary
-        assert becomes_true(lambda: child.num_ctx_switches().voluntary - began >= 8, WITHIN_S)  # half a second each
+        began = case.child.num_ctx_switches().voluntary  # one each half second
+        assert becomes_true(lambda: case.child.num_ctx_switches().voluntary - began >= 8, WITHIN_S)
         os.kill(case.process.pid, signal.SIGCONT)
         case.interrupt()
-        assert case.out.readline() == "heard\n"
+        assert case.line() == "heard\n"
 
 
 def test_stack_readers_agree_on_frames_of_user_code() -> None:
