@@ -56,6 +56,7 @@ class LagMonitor:
         # the thread's CPU clock, which other threads can read, or one as if it never waited
         self._clock: int = getattr(time, "pthread_getcpuclockid", lambda _: time.CLOCK_MONOTONIC)(self._loop_thread)
         self._tick()
+        self._stopped.clear()
         if self._stuck_s:
             _monitors.append(self)
             self._beat()
@@ -78,6 +79,7 @@ class LagMonitor:
             if self._child is not None:
                 with self._child as child:
                     child.kill()
+                self._child = None
 
     def _tick(self) -> None:
         self._ticked, self._ticked_cpu = time.monotonic(), self._cpu_s()

@@ -159,6 +159,11 @@ async def test_one_child_watches_a_process_while_a_monitor_runs() -> None:
     assert watching.returncode is not None
     await until(lambda: second._child is not None)
     second.stop()
+    first.start()  # a runner may run again
+    assert first._child is not None
+    assert first._child.poll() is None
+    assert first._thread.is_alive()
+    first.stop()
     assert "agl-slime-lag-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
