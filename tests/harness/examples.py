@@ -3,7 +3,11 @@ in ``.ci/nightly``, all, and random."""
 
 from __future__ import annotations
 
-from hypothesis import settings
+import json
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 # no deadline: a busy machine must not fail a property
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
@@ -19,3 +23,16 @@ def examples(full: int) -> int:
     """``full``, or in the default profile a fifth of it, and never fewer than ten where it is more."""
     quick = settings.default.max_examples < settings.get_profile("full").max_examples  # type: ignore[attr-defined]
     return min(full, max(10, full // 5)) if quick else full
+
+
+def drawn(strategy: st.SearchStrategy[Any], full: int) -> list[bytes]:
+    """Bodies, drawn before the first is sent: hypothesis would replay them to a server in another state."""
+    bodies: list[bytes] = []
+
+    @settings(max_examples=examples(full), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(strategy)
+    def draw(body: Any) -> None:
+        bodies.append(json.dumps(body).encode())
+
+    draw()
+    return bodies

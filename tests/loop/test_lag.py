@@ -60,6 +60,7 @@ async def run_with(pulse: Pulse, case: LoopCase) -> None:
     stops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     running = asyncio.ensure_future(case.loop.run_async())
     await until(lambda: case.loop._runner is not None and case.loop._runner.runner._loop is not None)
+    await until(lambda: case.source.follower.thread.loop is not None)
     assert case.loop._runner is not None
     loops = (asyncio.get_running_loop(), case.loop._runner.runner._loop, case.source.follower.thread.loop)
     for name, loop in zip(("loop", "runner", "data source"), loops, strict=True):

@@ -201,9 +201,9 @@ async def test_a_worker_gets_no_rollout_after_its_end_nor_without_the_token(monk
         def _launch(self, spec: WorkerSpec) -> Any:
             specs.append(spec)
 
-        def _wait_for_end(self, worker: Any) -> str:
+        def _wait_for_end(self, worker: Any) -> tuple[str, str]:
             self._supervisor.note_ready()
-            return f"killed: {ended.wait(20)}"
+            return f"killed: {ended.wait(20)}", ""
 
         def _send(self, worker: Any, command: str) -> None:
             ended.set()

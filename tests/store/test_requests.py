@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 import pytest
 from aiohttp import web
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, DataSourceError
@@ -24,7 +24,7 @@ from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, StoreService, exe
 from agl_slime.support.agl import EnqueueRolloutRequest
 from agl_slime.support.http import INLINE_PARSE_BYTES, listening
 from agl_slime.support.threads import run_in_thread
-from tests.harness.examples import examples
+from tests.harness.examples import drawn
 from tests.harness.stores import execute
 
 ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
@@ -94,16 +94,8 @@ BODIES = st.one_of(
 
 
 async def test_every_answer_is_typed():
-    bodies: list[bytes] = []
-
-    @settings(max_examples=examples(150), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(BODIES)
-    def draw(body: object) -> None:
-        bodies.append(json.dumps(body).encode())
-
-    draw()
     with StoreService(store=BridgeStore()) as service:
-        for body in bodies:
+        for body in drawn(BODIES, 150):
             for path in (BATCH_PATH, FEED_PATH):
                 status, text = await post(service.url, path, body)
                 assert status in (200, 400), (path, body, text)

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.data.read import collect
@@ -26,7 +25,7 @@ from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
 from tests.gateway.protocols import events_of, user
 from tests.harness.agl1 import Api, serving_api
-from tests.harness.examples import examples
+from tests.harness.examples import drawn
 from tests.harness.stores import enqueue
 
 
@@ -384,22 +383,9 @@ EVENTS = st.fixed_dictionaries(
 )
 
 
-def drawn(strategy: st.SearchStrategy[Any]) -> list[bytes]:
-    """Bodies, drawn before the first is sent: hypothesis would replay them to a server with other rollouts."""
-    bodies: list[bytes] = []
-
-    @settings(max_examples=examples(300), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(strategy)
-    def draw(body: Any) -> None:
-        bodies.append(json.dumps(body).encode())
-
-    draw()
-    return bodies
-
-
 def test_whatever_is_created_is_refused_or_listed(api: Api) -> None:
     created = set[str]()
-    for body in drawn(CREATES | ANY_JSON):
+    for body in drawn(CREATES | ANY_JSON, 300):
         answer = api.http.post("/api/rollouts", content=body)
         assert answer.status_code in (201, 422), (body, answer.text)
         if answer.status_code == 201:
@@ -419,7 +405,7 @@ def test_integers_beyond_64_bits_stay_exact_in_tasks_and_events(api: Api, number
 
 
 def test_whatever_is_posted_as_an_event_can_be_read_again(api: Api) -> None:
-    for body in drawn(EVENTS | ANY_JSON):
+    for body in drawn(EVENTS | ANY_JSON, 300):
         rollout = api.create()
         answer = post_event(api, rollout, body)
         assert answer.status_code in (200, 422), (body, answer.text)
