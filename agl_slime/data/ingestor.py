@@ -99,6 +99,7 @@ class RolloutIngestor:
         self.on_end: dict[str, OnEnd] = {}  # by group
         self.run_key, self._patience_s = run_key, patience_s or math.inf
         self._drawn: dict[str, None] = {}  # rollouts in their order, until one has decided ``run_key``
+        self._pending: frozenset[str] = frozenset()  # unread rollouts that another process enqueued
         self._undecided: dict[str, str] = {}  # ended rollouts with named rewards, and the first name of each
         self._waits_since = math.inf
         self._store, self._default_size = store, default_size
@@ -208,6 +209,7 @@ class RolloutIngestor:
                 self._undecided[rollout_id] = names[0]
                 self._waits_since = min(self._waits_since, time.monotonic())
                 self._decide()
+                self._ask_order()
                 return True  # it is read again once the name is known
             del self._reading[rollout_id]
             self.follower.table.read(rollout_id, ended=member is not None)
@@ -218,21 +220,38 @@ class RolloutIngestor:
                     self._finalized(added[1])
                 self.follow_up()
             self._decide()
+            self._ask_order()
         if added is not None:
             self._report(*added)
         return True
 
+    def _ask_order(self) -> None:
+        """Learn the order of rollouts that another process enqueues, while they wait for their reward's name."""
+
+        async def ask() -> None:
+            stored = await self.follower.with_retries(self._store.query_rollouts)
+            with self.changed:
+                ordered = [one.rollout_id for one in sorted(stored, key=lambda one: one.start_time)]
+                self._drawn = dict.fromkeys(sorted(self._undecided.keys() - {*ordered}) + ordered)
+                self._pending = frozenset(one for one in ordered if not self.assembler.has_ended(one))
+                self._decide()
+
+        if self._undecided and self.follower.has_feed and not self.announced:
+            self.follower.submit(ask)
+
     def _decide(self) -> None:
         """Once the first of the run's rollouts with a named reward has ended, train on its first name: the order in
         which rollouts end decides nothing."""
-        is_open = self.assembler.ledger.is_open
-        while (first := next(iter(self._drawn), None)) and first not in self._undecided and not is_open(first):
+        is_open, ordered = self.assembler.ledger.is_open, self.announced or self.follower.has_feed
+        while (first := next(iter(self._drawn), None)) and first not in self._undecided:
+            if is_open(first) or first in self._pending:
+                break
             del self._drawn[first]
         if self.run_key is not None or not self._undecided:
             return
-        ended = [name for name in self._drawn if name in self._undecided] if self.announced else [*self._undecided]
+        ended = [name for name in self._drawn if name in self._undecided] if ordered else [*self._undecided]
         waited_s = time.monotonic() - self._waits_since
-        if ended and (not self.announced or ended[0] == first or waited_s > self._patience_s):
+        if ended and (not ordered or ended[0] == first or waited_s > self._patience_s):
             self.run_key = self._undecided[ended[0]]
             self._drawn.clear()
             for rollout_id in self._undecided:

@@ -13,13 +13,17 @@ import pytest
 
 from agl_slime.data.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.data.results import Outcome, reward_of
-from agl_slime.data.source import DataSourceSettings
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import InMemoryLightningStore, emit_reward
 from agl_slime.types import Sample
 from tests.data.sources import Running
 from tests.harness.datasource import QUICK
 from tests.harness.stores import RESPONSE, a_turn, enqueue, finish, make_span
+from tests.harness.waiting import until
 
 
 async def test_groups_complete_in_any_order_and_each_member_counts_once(running: Running) -> None:
@@ -81,6 +85,24 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
         await running.until_groups()
         with pytest.raises(DataSourceError, match=r"0 rollouts in flight.*1 failed \(bad_reward\), 1 filtered"):
             await running.get()
+
+
+async def test_second_process_trains_on_the_name_of_the_first_drawn_rollout() -> None:
+    """slime's RolloutManager follows a store whose rollouts another process enqueues and announces to itself."""
+    store = BridgeStore()
+    with StoreService(store=store) as service, Running(store) as driver:
+        manager = GroupSource(store=RemoteStore(service.url), settings=QUICK, n_samples_per_prompt=4)
+        try:
+            manager.follower.begin()
+            dead, first, *late = await driver.opened("g", size=4)
+            await driver.finish(late, reward={"format": 0.0, "score": -1.0})
+            await until(lambda: len(manager.ingestor._undecided) == 2)
+            await driver.finish([dead], reward=None)
+            await driver.finish([first], reward={"score": 0.5, "format": 1.0})
+            await until(lambda: manager.ingestor.run_key is not None)
+            assert manager.ingestor.run_key == driver.source.ingestor.run_key == "score"
+        finally:
+            manager.stop()
 
 
 @pytest.mark.parametrize(("name", "declared"), [("score", None), ("primary", None), ("score", "format")])

@@ -270,6 +270,8 @@ class _Auditor:
         if len({len(record[name]) for name in columns}) > 1 or record["ready"] == bool(record["code"]):
             self._report(where, "its lists of members, ready and code contradict each other")
             return
+        if not record["ready"] and record["iteration"] != record["collected"]:
+            self._report(where, f"group {record['group_id']} was dropped in another iteration than collected")
         for member in zip(*(record[name] for name in columns), strict=True):
             self._check_member(where, record, member)
         if not set(record["kept"]) <= set(record["rollouts"]):

@@ -112,13 +112,18 @@ def lie(run: Path, rng: random.Random) -> tuple[Path, str]:
     else:
         change = {JSONL[0]: _metrics, JSONL[1]: _trained, JSONL[2]: _groups, JSONL[3]: _rollouts}[name]
         kind = change(records[number], rng)
+    write_records(path, records)
+    return path, f"line {number + 1} {kind}"
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write lines with right checksums."""
     crc, text = 0, b""
     for record in records:
         body = json.dumps({key: value for key, value in record.items() if key != "crc"}, ensure_ascii=False).encode()
         crc = zlib.crc32(body[:-1], crc)
         text += body[:-1] + b', "crc": %d}\n' % crc
     path.write_bytes(text)
-    return path, f"line {number + 1} {kind}"
 
 
 def _metrics(row: dict[str, Any], rng: random.Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import sqlite3
@@ -17,7 +18,7 @@ from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import needs_torch, run_of
-from tests.tools.audit.mutations import JSONL, LOSSES, damage, lie, lose
+from tests.tools.audit.mutations import JSONL, LOSSES, damage, lie, lose, write_records
 
 pytestmark = needs_torch
 
@@ -86,6 +87,16 @@ def test_every_change_is_found(runs: dict[str, Path], tmp_path: Path, change: An
         shutil.copyfile(origin, path)
     assert missed == []
     assert [finding for copy in copies.values() for finding in audit(copy).findings] == []  # each change is undone
+
+
+def test_a_dropped_group_in_a_later_iteration_is_found(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Its line stands where lines of that iteration do, and no other file has it."""
+    run = shutil.copytree(runs["overlapped"], tmp_path / "run")
+    records = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    dropped = next(record for record in records if not record["ready"] and record["iteration"] < 4)
+    dropped["iteration"] += 1
+    write_records(run / "groups.jsonl", sorted(records, key=lambda record: record["iteration"]))
+    assert any("was dropped in another iteration than collected" in finding for finding in audit(run).findings)
 
 
 def test_every_loss_is_found(runs: dict[str, Path], tmp_path: Path) -> None:
