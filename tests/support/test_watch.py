@@ -57,7 +57,9 @@ class Watched:
         self.process: Any = subprocess.Popen(command, text=True, bufsize=1, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
     def __enter__(self) -> Watched:
-        assert self.line() == "ready\n"
+        if (line := self.line()) != "ready\n":
+            self.process.kill()
+        assert line == "ready\n"
         [self.child] = psutil.Process(self.process.pid).children(recursive=True)
         return self
 
