@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -39,31 +40,25 @@ async def test_stop_wakes_waiting_callers_and_leaves_the_store() -> None:
 
 
 async def test_its_thread_starts_at_the_first_use_or_completion() -> None:
-    def running() -> bool:
-        return source.follower.thread._thread in threading.enumerate()
-
-    def use(source: GroupSource, how: str) -> None:
-        {
-            "expect": lambda: source.expect("g", size=1),
-            "opened": lambda: source.opened(["ro-1"]),
-            "notify": lambda: source.notify("ro-1"),
-            "begin": source.follower.begin,
-        }[how]()
-
-    for how in ("expect", "opened", "notify", "begin", "completion"):
-        store = BridgeStore()
+    uses: dict[str, Callable[[GroupSource], object]] = {
+        "expect": lambda source: source.expect("g", size=1),
+        "opened": lambda source: source.opened(["ro-1"]),
+        "notify": lambda source: source.notify("ro-1"),
+        "begin": lambda source: source.follower.begin(),
+    }
+    store = BridgeStore()
+    for how in (*uses, "completion", "stop"):
         source = GroupSource(store=store, settings=QUICK)
-        assert not running()
-        ids = await enqueue(store, 1)
-        await finish(store, *ids) if how == "completion" else use(source, how)
-        assert running(), how
+        assert not source.follower.thread.alive
+        if how == "stop":
+            source.stop()
+        elif how == "completion":
+            await finish(store, *await enqueue(store, 1))
+        uses.get(how, lambda _: None)(source)
+        assert source.follower.thread.alive == (how != "stop"), how
         source.stop()
-        assert not running()
-        source.stop()
-    unused = source = GroupSource(store=store, settings=QUICK)
-    unused.stop()
-    use(unused, "begin")
-    assert not running()
+        uses["begin"](source)
+        assert not source.follower.thread.alive
     assert store._finished_listeners == []
 
 

@@ -118,16 +118,10 @@ def test_a_file_that_cannot_be_used_is_one_sentence_with_its_line(content: bytes
     assert "\n" not in str(caught.value)
 
 
-def pipe_of(path: Path, *parts: bytes) -> Path:
-    """A pipe to which these parts are written once somebody reads it."""
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as pipe:
-            for part in parts:
-                pipe.write(part)
-
+def pipe_of(path: Path, content: bytes) -> Path:
+    """A pipe to which the content is written once somebody reads it."""
     os.mkfifo(path)
-    threading.Thread(target=write, daemon=True).start()
+    threading.Thread(target=path.write_bytes, args=(content,), daemon=True).start()
     return path
 
 
@@ -135,14 +129,13 @@ def test_a_pipe_is_read_whole_and_once_by_all_who_read_its_file(tmp_path: Path) 
     rows = [{"n": number, "text": "x" * 40_000} for number in range(5)]  # more than a pipe holds
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    content = file.read_bytes()
-    pipe = pipe_of(tmp_path / "pipe", content[:7], content[7:])
+    pipe = pipe_of(tmp_path / "pipe", file.read_bytes())
     assert read_tasks(pipe) == read_tasks(f"{pipe}@[:]") == rows
     assert digest(pipe) == digest(file)
     pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
     assert read_tasks(pipe_of(tmp_path / "pipe.parquet", file.read_bytes())) == rows
-    config = pipe_of(tmp_path / "config", b"num_itera", b"tions = 7")
+    config = pipe_of(tmp_path / "config", b"num_iterations = 7")
     assert parse_train_config(["--config", str(config)]).loop.num_iterations == 7
 
 
@@ -150,15 +143,13 @@ def test_a_pipe_is_read_whole_and_once_by_all_who_read_its_file(tmp_path: Path) 
 def test_silent_pipes_and_devices_are_refused_in_a_sentence(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(path: Path, sentence: str) -> None:
-        with pytest.raises(ConfigError, match=f"{flag} {path}: .*{sentence}"):
-            parse_train_config([flag, str(path)]).check_files()
-
     monkeypatch.setattr("agl_slime.support.files.PIPE_SILENCE_S", 0.1)
     os.mkfifo(pipe := tmp_path / "pipe")
-    refused(pipe, r"nobody has written to this pipe for 0\.1 s")
-    writer = os.open(pipe, os.O_RDWR)
-    os.write(writer, b"{}")
-    refused(pipe, r"nobody has written to this pipe for 0\.1 s")
-    os.close(writer)
-    refused(Path("/dev/zero"), "it is a device; give a file or a pipe")
+    silent = r"nobody has written to this pipe for 0\.1 s"
+    with pytest.raises(ConfigError, match=f"{flag} {pipe}: .*{silent}"):
+        parse_train_config([flag, str(pipe)]).check_files()
+    with open(os.open(pipe, os.O_RDWR), "wb", buffering=0) as writer:
+        writer.write(b"{}")
+        for path, sentence in ((pipe, silent), ("/dev/zero", "it is a device; give a file or a pipe")):
+            with pytest.raises(ConfigError, match=f"{flag} {path}: .*{sentence}"):
+                parse_train_config([flag, str(path)]).check_files()
