@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 import tyro
@@ -21,7 +21,7 @@ from agl_slime.buffer.models import ReadRequest, check, parse_body, parse_items
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
-from agl_slime.support.http import listening, read_body, stop_signal
+from agl_slime.support.http import json_response, listening, read_body, stop_signal
 from agl_slime.support.net import has_token
 from agl_slime.support.terminal import log_to_stderr, print_line
 from agl_slime.support.threads import run_in_thread, run_user_code
@@ -92,7 +92,7 @@ async def _write(request: web.Request) -> web.Response:
     minimal = "return=minimal" in request.headers.get("Prefer", "")
     echo = [] if minimal else [orjson.Fragment(item.body) for item in written]
     data = {"data": echo, "meta_info": "write to buffer", "written": new, "duplicates": len(written) - new}
-    return _json({"success": True, "message": "Data has been successfully written to buffer", "data": data})
+    return json_response({"success": True, "message": "Data has been successfully written to buffer", "data": data})
 
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
@@ -105,13 +105,15 @@ async def _get_rollout_data(request: web.Request) -> web.Response:
         ack=read.ack or (),
     )
     if batch is None or not batch.items_json:
-        return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
+        return json_response(
+            {"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}}
+        )
     data = {"data": [orjson.Fragment(item) for item in batch.items_json], "meta_info": batch.meta_info}
-    return _json({"success": True, "message": f"Successfully read {len(batch.items_json)} items", "data": data})
+    return json_response({"success": True, "message": f"Successfully read {len(batch.items_json)} items", "data": data})
 
 
 async def _start_rollout(request: web.Request) -> web.Response:
-    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_body, request)))
+    return json_response(await request.app[_BUFFER].start_rollout(await _parsed(parse_body, request)))
 
 
 async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
@@ -123,16 +125,15 @@ async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
 
 async def _get(request: web.Request) -> web.Response:
     if request.path == "/stats":
-        return _json(await run_in_thread(request.app[_BUFFER].stats))
-    return _json({"status": "ok", "version": __version__})
+        return json_response(await run_in_thread(request.app[_BUFFER].stats))
+    return json_response({"status": "ok", "version": __version__})
 
 
 def _gate(settings: BufferSettings) -> Middleware:
     """The middleware of every handler: checks the token, and answers every refusal as JSON with one sentence."""
 
     def refuse(status: int, message: str, **headers: str) -> web.Response:
-        body = orjson.dumps({"success": False, "message": message})
-        return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+        return json_response({"success": False, "message": message}, status=status, headers=headers)
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -155,11 +156,6 @@ def _gate(settings: BufferSettings) -> Middleware:
             return refuse(500, "the buffer failed to serve this request; its log says why")
 
     return gate
-
-
-def _json(value: Any) -> web.Response:
-    body = orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    return web.Response(body=body, content_type="application/json")
 
 
 def main(arguments: Sequence[str]) -> int:
