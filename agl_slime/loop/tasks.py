@@ -151,14 +151,14 @@ class ValidationTasks:
     validations can be compared."""
 
     def __init__(self, source: TaskSource, *, n: int, times: int = 1) -> None:
-        self._source, self._n, self._times = source, n, times
+        self._source, self._n, self.times = source, n, times
         self._tasks: list[Task] = []
 
     def draw(self) -> list[TaskGroup]:
         """A new group of rollouts for each task. The first call makes the tasks."""
         if not self._tasks:
             groups = TaskCursor(self._source, named=False).take(self._n)
-            self._tasks = [group.task for group in groups for _ in range(self._times)]
+            self._tasks = [group.task for group in groups for _ in range(self.times)]
         name = uuid.uuid4().hex
         return [TaskGroup(f"{name}-{number}", task) for number, task in enumerate(self._tasks)]
 

@@ -143,12 +143,12 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
         yield Finding("breaks", fault)
     if not played.isolated:
         yield Finding("note", "--without-sandbox: the script wrote and deleted files of this machine")
-    if training is None:
-        return
     for name, value in played.assumed.items():
         yield _breaks(f"{name} is not set and the script needs it", f"export it (the rehearsal went on with {value})")
     if unset := [name for name in played.unset if name not in played.assumed]:
         yield _breaks(f"the script reads {', '.join(unset)}, which nothing sets", "export them before it runs")
+    if training is None:
+        return
     yield from _ray(played, nodes)
     for fault in training.faults:
         yield Finding("breaks", fault)

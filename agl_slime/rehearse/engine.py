@@ -98,17 +98,14 @@ class Engine:
 
 def make_app(engine: Engine) -> web.Application:
     """The server of ``engine``."""
+    calls = {"/pause_generation": engine.pause, "/continue_generation": engine.resume, "/abort_request": engine.abort}
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         if (path := request.path) == "/generate":
             return web.json_response(await engine.generate(body))
-        if path == "/pause_generation":
-            engine.pause()
-        elif path == "/continue_generation":
-            engine.resume()
-        elif path == "/abort_request":
-            engine.abort()
+        if path in calls:
+            calls[path]()
         elif path.startswith("/update_weights_from"):
             await engine.update(body)
         elif path == "/workers":  # it is no router

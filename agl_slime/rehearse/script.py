@@ -25,7 +25,7 @@ STUBBED = (
     *("ray", "python", "python3", "torchrun", "accelerate", "pip", "pip3", "uv", "conda", "apt", "apt-get", "yum"),
     *("ssh", "scp", "rsync", "pdsh", "mpirun", "srun", "sbatch", "kubectl", "docker", "podman", "curl", "wget", "git"),
     *("hf", "huggingface-cli", "modelscope", "aws", "gsutil", "nvidia-smi", "rocm-smi", "sleep", "sysctl"),
-    *("hostname", "scontrol", "scancel", "squeue", "nc", "ping"),
+    *("hostname", "scontrol", "scancel", "squeue", "nc", "ping", "tail", "watch"),
 )
 DRIVERS = ("train.py", "train_async.py")
 PLACE = "/root/slime"
@@ -174,6 +174,8 @@ def play(
     shebang = text.partition("\n")[0]
     if "\0" in text or (shebang.startswith("#!") and not re.search(r"sh\b", shebang)):
         raise ConfigError(f"{script} is no bash script ({shebang[:40]!r}); give the script that starts slime")
+    if text.count("\r\n") * 2 > text.count("\n"):
+        raise ConfigError(f"{script} has lines that end in CR LF: run sed -i 's/\\r$//' on it, as bash keeps the CR")
     mapped = {PLACE: slime_dir} if slime_dir is not None and not os.path.exists(PLACE) else {}
     environ = {**(_slurm(nodes, gpus) if "#SBATCH" in text else {}), **environ}
     settings = {"gpus": gpus, "nodes": nodes, "python": sys.executable, "sandbox": sandbox}
@@ -226,8 +228,9 @@ def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]
     ended = box.run(["bash", *script], env={**environ, **ours}, places=places, needs=needs, seconds=_SECONDS, look=look)
     look()
     words = [line for line in ended.output.splitlines() if line.strip()]
-    unset = tuple(name for name in _unset_variables(text, environ) if name not in defined)
-    return Played(tuple(commands), ended.code, "\n".join(words[-5:]), unset, box.sandbox, why=ended.why)
+    played = Played(tuple(commands), ended.code, "\n".join(words[-5:]), isolated=box.sandbox, why=ended.why)
+    unset = _unset_variables(text, environ, compared=played.training is None)
+    return replace(played, unset=tuple(name for name in unset if name not in defined))
 
 
 def _stubs(box: Box, path: str) -> dict[str, str]:
@@ -255,13 +258,14 @@ def _text(value: Any) -> str:
     return str(value).encode(errors="replace").decode()
 
 
-def _unset_variables(text: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Variables that the script reads without a default or a test, not to compare, and neither sets nor gets."""
+def _unset_variables(text: str, environ: Mapping[str, str], *, compared: bool) -> Iterator[str]:
+    """Variables that the script reads without a default or a test, and neither sets nor gets; with or without the ones
+    that it only compares."""
     text = "\n".join(line for line in text.splitlines() if "PYTHONPATH" not in line)  # where an empty part is no harm
     text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _LITERAL.sub("", text))
     defaulted = {name for name, default in _UNSET.findall(text) if default}
     assigned = {*_SET.findall(text), *_LOOPED.findall(text), *_TESTED.findall(text)} | defaulted | _SHELLS
-    for name in dict.fromkeys(name for name, _ in _UNSET.findall(_COMPARED.sub(" ", text))):
+    for name in dict.fromkeys(name for name, _ in _UNSET.findall(text if compared else _COMPARED.sub(" ", text))):
         if name.isupper() and name not in assigned and name not in environ and not name.endswith("_ARGS"):
             yield name
 
@@ -290,17 +294,11 @@ def _hosts(command: Command) -> list[str]:
 
 
 def _ray_node(words: Sequence[str], host: str | None) -> RayNode:
-    flags = _flags(words)
-    gpus = flags.get("--num-gpus") or ""
-    return RayNode(
-        host=host,
-        head="--head" in words,
-        address=flags.get("--node-ip-address") or None,
-        gpus=int(gpus) if gpus.isdecimal() else None,
-        joins=flags.get("--address") or None,
-        port=flags.get("--port") or "6379",
-        dashboard=(flags.get("--dashboard-host") or "127.0.0.1", flags.get("--dashboard-port") or "8265"),
-    )
+    flags = {name: value for name, value in _flags(words).items() if value}
+    gpus, port = flags.get("--num-gpus", ""), flags.get("--port", "6379")
+    dashboard = flags.get("--dashboard-host", "127.0.0.1"), flags.get("--dashboard-port", "8265")
+    gpu_count, address = int(gpus) if gpus.isdecimal() else None, flags.get("--node-ip-address")
+    return RayNode(host, "--head" in words, address, gpu_count, flags.get("--address"), port, dashboard)
 
 
 def _split(text: str) -> tuple[list[str], str]:

@@ -84,15 +84,8 @@ def train(*flags: object, environment: Mapping[str, str] | None = None) -> Itera
     variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
     command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
     # a session of its own: a signal to the test does not reach it
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    options = {"cwd": REPOSITORY, "env": variables, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     try:
         yield Run(process)
     finally:

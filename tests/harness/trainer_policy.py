@@ -67,17 +67,9 @@ def make_samples(
             mask = [1, *rng.integers(0, 2, len(response) - 1).tolist()] if observations else [1] * len(response)
             tokens = prompt + response
             log_probs = response_log_probs(model, tokens, len(response), temperature=temperature)
-            samples.append(
-                sample_from_fields(
-                    group_index=group,
-                    index=len(samples),
-                    rollout_id=len(samples),
-                    tokens=tokens,
-                    response_length=len(response),
-                    loss_mask=mask,
-                    rollout_log_probs=[value * bit for value, bit in zip(log_probs, mask, strict=True)],
-                    reward=float(rng.random() < 0.5),
-                    status=Sample.Status.COMPLETED,
-                )
-            )
+            numbers = {"group_index": group, "index": len(samples), "rollout_id": len(samples)}
+            fields = {"tokens": tokens, "response_length": len(response), "loss_mask": mask}
+            fields["rollout_log_probs"] = [value * bit for value, bit in zip(log_probs, mask, strict=True)]
+            end = {"reward": float(rng.random() < 0.5), "status": Sample.Status.COMPLETED}
+            samples.append(sample_from_fields(**numbers, **fields, **end))
     return samples

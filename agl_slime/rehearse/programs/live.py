@@ -26,10 +26,10 @@ from agl_slime.rehearse.engine import REQUEST
 
 def main(request: dict[str, Any]) -> None:
     register_cpu()
-    create = functools.partial(placement.create_training_models, actor_cls=RehearsalActor)
-    placement.create_training_models = create
-    node = {"num_cpus": request["gpus"] + 4, "num_gpus": request["gpus"]}
-    node["object_store_memory"] = request["store_bytes"]
+    create = placement.create_training_models
+    placement.create_training_models = functools.partial(create, actor_cls=RehearsalActor)
+    gpus, memory = request["gpus"], request["store_bytes"]
+    node = {"num_cpus": gpus + 4, "num_gpus": gpus, "object_store_memory": memory}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         for _ in range(request["nodes"] - 1):

@@ -121,6 +121,8 @@ class PluginSettings(BaseModel):
     """slime's evaluation data sets, unless ``eval_tasks`` is given."""
     eval_samples: Annotated[int, Field(ge=1)] = 1
     """Rollouts of each other task of evaluations: slime's ``--n-samples-per-eval-prompt``."""
+    eval_whole: bool = False
+    """Whether a failed rollout of an evaluation leaves out its task: slime's ``--log-passrate`` needs full groups."""
     blocking: bool = True
     """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
     event loop and polls again after an empty list."""
@@ -190,6 +192,7 @@ class PluginSettings(BaseModel):
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": sets,
             "eval_samples": getattr(args, "n_samples_per_eval_prompt", None) or 1,
+            "eval_whole": bool(getattr(args, "log_passrate", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
         if environ.get(PUBLIC_HOST_VARIABLE):
@@ -204,7 +207,16 @@ class PluginSettings(BaseModel):
 
 def setting_names() -> set[str]:
     """The names of all settings, ``agl_…``."""
-    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "eval_samples", "blocking"}
+    of_slime = {
+        "prompt_data",
+        "model",
+        "sampling",
+        "eval_sampling",
+        "eval_sets",
+        "eval_samples",
+        "eval_whole",
+        "blocking",
+    }
     rooms = {path.partition(".")[0] for path in _PATHS.values()}
     return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - of_slime - rooms}
 

@@ -7,10 +7,9 @@ Starts nothing. Exit code 1 when a needed name is missing or has an unsupported 
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 
 from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
 from agl_slime.support import slime
@@ -54,8 +53,6 @@ def inspect_slime() -> Iterator[tuple[bool, str, str]]:
         ("staleness", _staleness),
         ("routed experts", _routed_experts),
         ("checkpoints", lambda: f"written by {'save_checkpoint' if _has('save_checkpoint') else 'the driver'}"),
-        ("straw", lambda: _transport("straw", "straw-queue")),
-        ("nixl", lambda: _transport("nixl", "nixl")),
     ):
         yield True, name, _text_of(describe)
 
@@ -101,11 +98,7 @@ def _data_source() -> str:
 def _samples() -> str:
     from agl_slime.types import Sample
 
-    needed = [
-        field.name
-        for field in dataclasses.fields(Sample)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
+    needed = [one.name for one in fields(Sample) if one.default is one.default_factory is MISSING]
     if needed:
         return f"UNKNOWN: Sample cannot be made without {', '.join(needed)}"
     return "siblings of one rollout share rollout_id"
@@ -130,10 +123,6 @@ def _routed_experts() -> str:
         hook = "--rollout-sample-hook-path slime.utils.routed_experts.spill_routed_experts"
         return f"on disk by {hook} under slime's rollout functions, by agl_replay_files under ours"
     return "on disk by agl_replay_files under our rollout function; by straw, where slime has it"
-
-
-def _transport(name: str, package: str) -> str:
-    return f"{package} is {'installed' if importlib.util.find_spec(name) else 'not installed'}"
 
 
 if __name__ == "__main__":

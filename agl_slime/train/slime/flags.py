@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 _ROLLOUT_HOOK = "agl_slime.slime_hooks.generate_rollout"
 GENERATE_HOOK = "agl_slime.slime_hooks.generate"
 _REWARD = "the reward is the agent's"
+_ABORTS, _ORDER = "no rollout is aborted at the end of a batch", "groups stay in AGLDataSource, in order"
 _BUFFER = "agl_slime.buffer.agent_rollout reads it"
 
 
@@ -24,17 +25,16 @@ class Ignored(NamedTuple):
 
 WITHOUT_EFFECT = (
     Ignored("over_sampling_batch_size", None, "missing groups run at once, and surplus ones are kept"),
-    Ignored("partial_rollout", False, "no rollout is aborted at the end of a batch"),
-    Ignored("mask_offpolicy_in_partial_rollout", False, "no rollout is aborted at the end of a batch"),
+    *(Ignored(name, False, _ABORTS) for name in ("partial_rollout", "mask_offpolicy_in_partial_rollout")),
     Ignored("rollout_skip_special_tokens", False, "an answer's text has the tokens that it was sampled with"),
     Ignored("custom_generate_function_path", None, "the agent samples"),
     Ignored("rollout_sample_hook_path", [], "use --rollout-sample-filter-path"),
-    Ignored("buffer_filter_path", None, "groups stay in AGLDataSource, in order"),
-    Ignored("buffer_sort_by_staleness", False, "groups stay in AGLDataSource, in order"),
+    *(
+        Ignored(f"buffer_{name}", default, _ORDER)
+        for name, default in (("filter_path", None), ("sort_by_staleness", False))
+    ),
     Ignored("sglang_server_concurrency", 512, "the runners' limit applies"),
-    Ignored("rm_type", None, _REWARD),
-    Ignored("rm_url", None, _REWARD),
-    Ignored("custom_rm_path", None, _REWARD),
+    *(Ignored(name, None, _REWARD) for name in ("rm_type", "rm_url", "custom_rm_path")),
     Ignored("group_rm", False, _REWARD),
     Ignored("eval_reward_key", None, "evaluations use --reward-key"),
     Ignored("use_distributed_post", False, "agents send their own requests"),

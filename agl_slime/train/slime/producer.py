@@ -101,7 +101,10 @@ class TaskProducer(Producer):
         enqueue = partial(self._connection.enqueue, size=1, mode="val", sampling=one.sampling)
         health = HealthCheck(self.source.raise_if_dead)
         ends = {end.group_id: end async for end in run_rollouts(self.source, groups, enqueue, health=health)}
-        return [end for group in groups if (end := ends[group.group_id]).ok]
+        members = [ends[group.group_id] for group in groups]
+        size = one.tasks.times if self._connection.settings.eval_whole else 1
+        parts = (members[at : at + size] for at in range(0, len(members), size))
+        return [member for part in parts if all(each.ok for each in part) for member in part]
 
     # -- callbacks of the source --------------------------------------------------------------------------------------
 

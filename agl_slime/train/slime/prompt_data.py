@@ -88,9 +88,8 @@ class PromptData(BaseModel):
                 prompt = render_chat(tokenizer, prompt, tools=task.get("tools"), generation_prompt=True)
             except PromptError:
                 return True
-        return not isinstance(prompt, str) or (
-            len(tokenizer.encode(prompt, add_special_tokens=False)) <= self.max_prompt_len
-        )
+        ids = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else ()
+        return len(ids) <= self.max_prompt_len
 
 
 def _value(row: Mapping[str, Any], key: str, flag: str, place: str) -> Any:

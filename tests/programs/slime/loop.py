@@ -72,15 +72,10 @@ def run(
         flags |= {"sglang-router-ip": host, "sglang-router-port": address.rpartition(":")[2]}
         flags |= {"save": directory / "checkpoint", "save-interval": steps, "dump-details": directory / "dump"}
         flags |= {"custom-eval-rollout-log-function-path": "tests.programs.slime.loop.log_eval"}
-        config = {
-            "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
-            "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
-            "eval_interval": steps,
-            "agl_eval_rollouts": EVALUATED,
-            "agl_get_timeout_s": 120,
-            "agl_metrics": str(metrics),
-            "agl_eval_log": str(directory / "evals.jsonl"),
-        }
+        tasks = str(write_tasks(directory / "tasks.jsonl", 4000))
+        config: dict[str, Any] = {"agl_agent": "agl_slime.cli.demo.agent:LookupAgent", "agl_tasks": tasks}
+        config |= {"eval_interval": steps, "agl_eval_rollouts": EVALUATED, "agl_get_timeout_s": 120}
+        config |= {"agl_metrics": str(metrics), "agl_eval_log": str(directory / "evals.jsonl")}
         if runners:
             config |= {"agl_runners": runners}
         else:  # else make_task has them

@@ -242,6 +242,11 @@ def test_a_script_finds_slime_where_its_image_has_it(tmp_path: Path, scratch: Pa
         ("until ray job status raysubmit_rehearsal | grep -q SUCCEEDED; do sleep 9; done", "", True),
         ("end=$((SECONDS + 240)); while [ $SECONDS -lt $end ]; do sleep 60; done", "", True),
         ("while ! ray get-head-ip | grep -q x; do sleep 5; done", "it has repeated `ray get-head-ip` ", False),
+        (
+            "touch log; tail -F log; tail -fn 3 none; watch -n 1 nvidia-smi; [ $(printf 'a\\nb' | tail -n 1) = b ]",
+            "",
+            True,
+        ),
         ("yes", "it printed 1 MiB", False),
         ("while :; do :; done", "it did not end within 3 s", False),
         ("printf '\\xff\\xfe\\n'; python3 -c 'print(6 * 7)'", "", True),
@@ -253,9 +258,9 @@ def test_waiting_and_output_end(
     monkeypatch.setattr(script, "_REPEATED", 10)
     monkeypatch.setattr(script, "_SECONDS", 3.0 if ":;" in text else 60.0)
     monkeypatch.setitem(box._LIMITS, "FSIZE", 2**20)
-    played = play(write(tmp_path, f"{text}\npython3 train.py --lr 1\n"), gpus=8, nodes=2, scratch=scratch)
+    played = play(write(tmp_path, f"{text}\npython3 train.py --lr $?\n"), gpus=8, nodes=2, scratch=scratch)
     assert played.why.startswith(why), played
-    assert (played.training is not None) is trained
+    assert (played.training is not None and played.training.flags[1] == "0") is trained
     if why:
         assert f"the script was stopped, as {why}" in next(check_script(played, None, ONE)).text
 
@@ -278,6 +283,14 @@ def test_unset_variables_are_those_that_bash_reads_empty(
 ) -> None:
     played = play(write(tmp_path, f"{reads}\npython3 train.py --lr 1\n"), gpus=8, scratch=scratch)
     assert played.unset == unset, played.output
+
+
+def test_a_script_that_compares_an_unset_variable_and_does_not_train_names_it(tmp_path: Path, scratch: Path) -> None:
+    played = play(write(tmp_path, "case $NODE_RANK in 0) python3 train.py ;; esac\n"), gpus=8, scratch=scratch)
+    texts = [finding.text for finding in check_script(played, None, ONE)]
+    assert texts[1] == "the script reads NODE_RANK, which nothing sets: export them before it runs"
+    with pytest.raises(ConfigError, match="lines that end in CR LF"):
+        play(write(tmp_path, "set -e\r\npython3 train.py\r\n"), gpus=8, scratch=scratch)
 
 
 def test_a_batch_script_is_played_as_on_its_nodes(tmp_path: Path, scratch: Path) -> None:

@@ -27,15 +27,8 @@ AGENT = {"agl_agent": "agl_slime.cli.demo.agent:LookupAgent", "agl_max_staleness
 # Flags, settings, and the findings that both together give: the fault, and its fix or the nearest name.
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "addresses, keys, sizes": (
-        {
-            "sglang-router-ip": "127.0.0.1",
-            "sglang-router-port": 3000,
-            "label-key": "label",
-            "global-batch-size": 6,
-            "partial-rollout": "",
-            "sglang-context-length": 64,
-            "update-weights-interval": 2,
-        },
+        {"sglang-router-ip": "127.0.0.1", "sglang-router-port": 3000, "label-key": "label", "partial-rollout": ""}
+        | {"global-batch-size": 6, "sglang-context-length": 64, "update-weights-interval": 2},
         {"agl_runners": "ray:2", "agl_store_host": "127.0.0.1", "agl_agent": "mine:Agent"},
         {
             "--sglang-router-ip 127.0.0.1 is each node's loopback": "give the address of its host",

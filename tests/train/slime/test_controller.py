@@ -33,14 +33,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     paths = (str(Path(__file__).parents[2] / "programs" / "agents"), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     with in_thread(engine_saying(tokenizer, ["four"])) as engine:
-        yield {
-            "hf_checkpoint": str(tmp_path / "model"),
-            "agl_llm_url": engine.url,
-            "agl_tasks": str(tasks),
-            "agl_runners": "controller",
-            "agl_max_attempts": None,
-            "rollout_max_response_len": 32,
-        }
+        args = {"hf_checkpoint": str(tmp_path / "model"), "agl_llm_url": engine.url, "agl_tasks": str(tasks)}
+        yield {**args, "agl_runners": "controller", "agl_max_attempts": None, "rollout_max_response_len": 32}
 
 
 @pytest.mark.slow

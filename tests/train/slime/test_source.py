@@ -150,6 +150,24 @@ def test_without_data_sets_evaluations_are_of_make_task_or_of_our_tasks(tmp_path
         assert first[0][0]["content"].startswith("task" if tasks else "say")
 
 
+class OnceFailingAgent(ContractAgent):
+    left: list[str] = []
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        if self.left:
+            raise ValueError(self.left.pop())
+        return super().compute_reward(task, response)
+
+
+@pytest.mark.parametrize("log_passrate", [False, True])
+def test_slimes_pass_rate_gets_all_rollouts_of_a_task_or_none(log_passrate: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(OnceFailingAgent, "left", ["this one fails"])
+    args = args_for(agl_agent=f"{__name__}:OnceFailingAgent", agl_eval_rollouts=6, n_samples_per_eval_prompt=3)
+    args.log_passrate = log_passrate
+    with AGLDataSource(args) as source:
+        assert source.evaluate(0)["agl"]["rewards"] == [0.25] * (3 if log_passrate else 5)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -19,7 +19,7 @@ _SWITCHES = """fp16 bf16 finetune no-load-optim no-load-rng no-save-optim sequen
     multi-latent-attention untie-embeddings-and-output-weights group-query-attention swiglu"""
 
 OPTIONS: set[str] = set()
-"""What the last parser knew, these options and slime's own: it ignores all others without a word."""
+"""The last parser's options, these and slime's own: it ignores all others without a word."""
 
 
 def parse_args(
