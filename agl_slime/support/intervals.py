@@ -32,15 +32,16 @@ def estimate(values: Sequence[float], *, differences: bool = False, level: float
     For values of 0 and 1 it is Wilson's interval with continuity correction (Newcombe 1998, method 4), which covers the
     mean in at least ``level`` of all draws of 16 tasks or more. For values between it is the same with an effective
     number of tasks: the number that gives the mean of zeros and ones the same variance (Korn and Graubard 1998). Values
-    lie between 0 and 1, ``differences`` between -1 and 1, or as far apart as those seen, and the interval with them.
+    lie between 0 and 1, ``differences`` and values of which some are negative between -1 and 1, or within the largest
+    size seen, and the interval with them.
     """
     if not len(values):
         return None
     n, mean = len(values), fmean(values)
     if n < 2:
         return Estimate(mean=mean, low=None, high=None, tasks=n)
-    most = max(1.0, *map(abs, values)) if differences else max(1.0, *values)
-    least = -most if differences else min(0.0, *values)
+    most = max(1.0, *map(abs, values))
+    least = -most if differences or min(values) < 0 else 0.0
     span = most - least
     share = min(1.0, max(0.0, (mean - least) / span))
     binary = share * (1 - share)  # the variance of as many zeros and ones

@@ -51,10 +51,14 @@ def test_interval_has_the_mean_and_a_width_within_the_range(values: list[float],
     assert result.low is not None
     assert result.high is not None
     assert result.low < result.high
-    most = max(1.0, *map(abs, values)) if differences else max(1.0, *values)
-    least = -most if differences else min(0.0, *values)
+    most = max(1.0, *map(abs, values))
+    least = -most if differences or min(values) < 0 else 0.0  # rewards down to -1: below the least mean of a task, too
     assert least - 1e-9 <= result.low <= result.mean + 1e-9
     assert result.mean - 1e-9 <= result.high <= most + 1e-9
+    if least < 0:
+        mirrored = estimate([-value for value in values], differences=True)
+        assert mirrored is not None
+        assert (mirrored.low, mirrored.high) == (pytest.approx(-result.high), pytest.approx(-result.low))
 
 
 def test_paired_interval_is_narrower_and_changes_of_sign_mirror_it() -> None:
