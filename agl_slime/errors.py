@@ -45,6 +45,10 @@ class DiskFullError(AglSlimeError, OSError):
     """A file could not be written because the disk is full; the text names the directory."""
 
 
+class FileLockedError(AglSlimeError):
+    """Another program keeps a file of the run locked; the text names the file."""
+
+
 class EngineError(AglSlimeError):
     """A request to SGLang (or the embedded engine) failed. ``status`` is the HTTP status, if there was an answer;
     ``transient`` errors are retried, not before ``retry_after_s``."""

@@ -15,7 +15,7 @@ import numpy as np
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.audit.figures import recompute_digest
 from agl_slime.report.files import RunDir, dump, iter_jsonl
-from agl_slime.support.files import whole_directory, whole_file
+from agl_slime.support.files import output_of, whole_directory, whole_file
 
 Format = Literal["sft", "dpo", "messages", "parquet", "hf-dataset"]
 Messages = Sequence[Mapping[str, Any]]
@@ -61,11 +61,12 @@ def export_run(
         raise ConfigError(f"{run_dir}: of {len(rollouts)} kept rollouts none makes a row of {to}; {fix}")
     suffix = {"parquet": ".parquet", "hf-dataset": ""}.get(to, ".jsonl")
     target = output or run_dir / f"export-{to}{suffix}"
-    if to in ("parquet", "hf-dataset"):
-        _write_table(target, rows, to)
-    else:
-        with whole_file(target) as file:
-            file.writelines(map(dump, rows))
+    with output_of("--output", target):
+        if to in ("parquet", "hf-dataset"):
+            _write_table(target, rows, to)
+        else:
+            with whole_file(target) as file:
+                file.writelines(map(dump, rows))
     return target, len(rows)
 
 

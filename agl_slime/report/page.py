@@ -19,7 +19,7 @@ from typing import Any
 from agl_slime.report.alarms import find_alarms
 from agl_slime.report.audit.records import parse
 from agl_slime.report.read import RunReader, columns, dump_json, find_runs, group_columns
-from agl_slime.support.files import write_file
+from agl_slime.support.files import output_of, write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
 MOST_BYTES = 9_500_000  # of the file
@@ -95,7 +95,8 @@ def write_report(paths: Sequence[Path], output: Path | None = None, *, tokenizer
         run["left_out"] = " ".join(filter(None, (thinned, left_out)))
     blocks.insert(0, ("runs-data", script_json(runs)))
     title = ", ".join(run["name"] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
-    write_file(target, page(blocks, title=title, live=False), durable=False)
+    with output_of("--output", target):
+        write_file(target, page(blocks, title=title, live=False), durable=False)
     return target
 
 

@@ -65,6 +65,17 @@ def disk_full_as_error(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def output_of(flag: str, target: Path) -> Iterator[None]:
+    """Turn an error of writing ``target`` into a ``ConfigError`` that asks for another place with ``flag``."""
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}): name another place with {flag}") from error
+
+
+@contextmanager
 def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
     """A fresh directory that replaces ``target`` when the block succeeds, and is removed when it fails. A reader sees
     the old content, the new, or (between two renames) neither; never a part. ``durable`` flushes it to the disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,12 @@ import pytest
 from agl_slime.data import ledger as ledger_module
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.results import Outcome
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, FileLockedError
+from agl_slime.support import database as database_module
 from agl_slime.support.database import Database
+from tests.harness.waiting import becomes_true
+
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -142,6 +147,35 @@ def test_an_exclusive_file_serves_one_process(tmp_path):
         Database(path=tmp_path / "x.sqlite", exclusive=True)
     database.close()
     Database(path=tmp_path / "x.sqlite", exclusive=True).close()
+
+
+HOLDS = """
+import sqlite3, sys
+other = sqlite3.connect(sys.argv[1], isolation_level=None)
+other.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_another_programs_lock_is_waited_for_and_named(tmp_path, monkeypatch, caplog):
+    """A backup, say: with a warning while it holds the file, and an error when it does so for too long."""
+    monkeypatch.setattr(database_module, "_SOON_S", 0.05)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path=path)
+    with subprocess.Popen([sys.executable, "-c", HOLDS, path], **PIPES) as other:
+        assert other.stdout.readline() == "locked\n"
+        caplog.set_level(logging.WARNING)
+        writing = threading.Thread(target=ledger.open_many, args=([("a", None)],))
+        writing.start()
+        assert becomes_true(lambda: f"{path} is locked by another program" in caplog.text, 30)
+        assert writing.is_alive()
+        monkeypatch.setattr(database_module, "_PATIENCE_S", 0.1)
+        with pytest.raises(FileLockedError, match=r"ledger\.sqlite is locked .* copy the file .*, then resume"):
+            Ledger(path=path)
+        other.communicate("\n")
+        writing.join(30)
+    assert ledger.counts().open == 1
 
 
 def test_a_killed_process_leaves_an_account_that_adds_up(tmp_path):

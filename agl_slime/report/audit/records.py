@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -163,15 +165,48 @@ def changed_files(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_database(path: Path, *queries: str) -> list[list[tuple]]:
-    """The rows of each query on a database, which is opened read-only."""
+    """The rows of each query on a database; nothing is written beside it, and it may be on a read-only disk."""
     read_regular(path)
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        with _snapshot(path) as address, closing(sqlite3.connect(address, uri=True)) as connection:
             if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
                 raise ValueError("is damaged according to SQLite")
             return [connection.execute(query).fetchall() for query in queries]
     except sqlite3.Error as error:
         raise ValueError(f"cannot be read by SQLite: {error}") from None
+
+
+@contextmanager
+def _snapshot(path: Path) -> Iterator[str]:
+    """The SQLite address of the database as it is now. SQLite reads a write-ahead log only with a ``-shm`` file, which
+    it makes beside it: a database with such a log, of a run that was killed or is running, is copied with it."""
+    address, log = f"{path.resolve().as_uri()}?immutable=1", path.with_name(f"{path.name}-wal")
+    if not log.is_file():
+        yield address
+        return
+    with TemporaryDirectory() as scratch:
+        for name in "abcdefgh":
+            copy = Path(scratch, name)
+            try:
+                before = _written(path, log)
+                shutil.copyfile(path, copy)
+                shutil.copyfile(log, f"{copy}-wal")
+                if _written(path, log) == before:
+                    address = copy.as_uri()
+                    break
+            except OSError as error:
+                if log.is_file():  # else the run has just ended
+                    raise ValueError(f"cannot be read: {error.strerror}") from None
+                break
+        else:
+            raise ValueError("is being rewritten all the time: try it again")
+        yield address
+
+
+def _written(path: Path, log: Path) -> tuple[int, int, bytes]:
+    """What changes when the log is copied into the database and begins anew."""
+    with log.open("rb") as file:
+        return path.stat().st_mtime_ns, path.stat().st_size, file.read(32)
 
 
 def misfit(value: Any, shape: Any, name: str = "", *, strict: bool = False) -> str:

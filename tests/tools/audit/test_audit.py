@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,33 @@ def test_every_loss_is_found(runs: dict[str, Path], tmp_path: Path) -> None:
         lose(run := shutil.copytree(runs["serial"], tmp_path / loss), loss)
         unnoticed += [] if audit(run).findings else [loss]
     assert unnoticed == []
+
+
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_readers_leave_a_run_as_it_was_on_a_read_only_disk_too(run: Path, tmp_path: Path, killed: bool) -> None:
+    """Of a killed run SQLite has a log, and of a run from another machine no ``-shm`` file."""
+    if killed:
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+            ledger.execute("PRAGMA user_version=7")  # in its log
+            shutil.copytree(run, tmp_path / "killed")
+        run = tmp_path / "killed"
+        (run / "ledger.sqlite-shm").unlink()
+    assert (run / "ledger.sqlite-wal").exists() == killed
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]}
+    assert audit(run).findings == []
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]} == before
+    for command in ("audit", "report", "export --to sft", "export --to parquet"):
+        program = [sys.executable, "-m", "agl_slime.cli.main", *command.split(), str(run)]
+        done = subprocess.run(["unshare", "-m", "sh", "-c", READ_ONLY, run, *program], capture_output=True, text=True)
+        if "mount" in done.stderr or "unshare" in done.stderr:
+            pytest.skip(f"this machine allows no read-only mount ({done.stderr})")
+        assert done.returncode == (0 if command == "audit" else 2), done.stderr
+        assert command == "audit" or "cannot be written (Read-only file system): name another place with --output" in (
+            done.stderr
+        )
 
 
 def test_files_of_a_killed_run_have_no_finding(run: Path) -> None:
