@@ -20,6 +20,7 @@ from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.errors import ConfigError, EngineError, EngineProtocolError, EngineRequestError
 from agl_slime.support.agl_types import LLM, ProxyLLM
+from agl_slime.support.net import shown_url
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate, chat_template
@@ -176,7 +177,7 @@ async def check_replay(base_url: str, parameters: Mapping[str, Any]) -> bool:
     except (EngineProtocolError, EngineRequestError) as error:
         raise ConfigError(str(error)) from error
     except EngineError as error:
-        logger.debug("The replay data of %s cannot be checked yet: %s", base_url, error)
+        logger.debug("The replay data of %s cannot be checked yet: %s", shown_url(base_url), error)
         return False
     return True
 

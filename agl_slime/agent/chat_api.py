@@ -65,7 +65,7 @@ class ChatApi:
     def _http(self) -> HttpTransport:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the address must look like https://host/v1, got {parts.hostname or self.url!r}")
+            raise ConfigError(f"the address must look like https://host/v1, got {shown_url(self.url)!r}")
         return HttpTransport(
             base_url=f"{parts.scheme}://{parts.netloc}", settings=ClientSettings(api_key=self.api_key or None)
         )

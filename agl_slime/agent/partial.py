@@ -27,6 +27,7 @@ from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError, EngineError, TraceError, format_exception
 from agl_slime.support.agl import Rollout
 from agl_slime.support.arrays import array_from_json, array_to_json
+from agl_slime.support.net import shown_url
 from agl_slime.tokens.codec import (
     log_prob_array,
     pack_array,
@@ -115,7 +116,8 @@ class PartialRollouts:
                 asyncio.run(asyncio.wait_for(aborting, _CUT_TIMEOUT_S))
             except (EngineError, TimeoutError) as error:
                 why = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
-                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", base_url, why)
+                where = shown_url(base_url)
+                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", where, why)
             else:
                 with self._changed:
                     self._changed.wait_for(lambda: all(call.reported for call in running), _CUT_TIMEOUT_S)

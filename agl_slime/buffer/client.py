@@ -24,6 +24,7 @@ from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
 from agl_slime.support.http import ask, is_transient, json_bytes
+from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class BufferWriter:
         await self._batches.add(body)
 
     async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
-        what = f"the buffer at {self._url} stored no item"
+        what = f"the buffer at {shown_url(self._url)} stored no item"
         backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
             await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), is_transient)

@@ -23,6 +23,7 @@ from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
+from agl_slime.support.net import shown_url
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator
@@ -133,14 +134,15 @@ class AgentRolloutSession:
         settings, url = self.settings, self.settings.buffer_url
         options = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
         tries = None if settings.retry_times < 0 else settings.retry_times + 1
-        failures = Backoff(f"the rollout buffer at {url} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
+        what = f"the rollout buffer at {shown_url(url)}"
+        failures = Backoff(f"{what} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
         pause, checked = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
                 items, meta_info = await get_rollout_data(url, wanted, **options)
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 if not is_transient(error):
-                    raise DataSourceError(f"the rollout buffer at {url} cannot be read: {error}") from error
+                    raise DataSourceError(f"{what} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
                 await failures.pause(error)
                 continue
@@ -180,7 +182,7 @@ class AgentRolloutSession:
         run = task.get("run")
         if run is None:
             forgotten = "The buffer at %s was restarted without --run-dir and forgot its run of %r; restarting the run."
-            logger.warning(forgotten, settings.buffer_url, settings.task_type)
+            logger.warning(forgotten, shown_url(settings.buffer_url), settings.task_type)
             await self.start(payload)
         elif run.get("state") != "running" and not task.get("groups_undecided"):
             why = f": {run['error']}" if run.get("error") else ""
@@ -197,7 +199,7 @@ class AgentRolloutSession:
 async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | None) -> dict[str, Any]:
     """The answer to ``POST /start_rollout``. Retries an unreachable buffer for ten minutes, then raises
     ``DataSourceError``; a refusal raises ``ConfigError``."""
-    what = f"the rollout buffer at {url} could not be started"
+    what = f"the rollout buffer at {shown_url(url)} could not be started"
     backoff = Backoff(what, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
     try:
         return await backoff.run(lambda: ask_buffer(url, "/start_rollout", payload, token=token), is_transient)
@@ -222,21 +224,21 @@ async def get_rollout_data(
     body = {name: value for name, value in options.items() if value is not None}
     answer = await ask_buffer(url, "/get_rollout_data", body, token=token, timeout_s=timeout)
     if not isinstance(answer, dict) or "success" not in answer:
-        raise ValueError(f"{url} answered {str(answer)[:200]!r}; expected an object with success and data")
+        raise ValueError(f"{shown_url(url)} answered {str(answer)[:200]!r}; expected an object with success and data")
     if not answer["success"]:
         return [], {}
     content, meta_info = answer.get("data"), {}
     if isinstance(content, dict):
         content, meta_info = content.get("data"), content.get("meta_info") or {}
     if not isinstance(content, list) or not isinstance(meta_info, dict):
-        raise ValueError(f"{url} answered without a list of items")
+        raise ValueError(f"{shown_url(url)} answered without a list of items")
     items = [
         item.get("data", item) if isinstance(item, dict) else item for item in content
     ]  # slime's buffer wraps items
     for item in items:
         missing = _REQUIRED_KEYS - item.keys() if isinstance(item, dict) else _REQUIRED_KEYS
         if missing:
-            raise ValueError(f"an item of {url} has no {', '.join(sorted(missing))}: {str(item)[:200]}")
+            raise ValueError(f"an item of {shown_url(url)} has no {', '.join(sorted(missing))}: {str(item)[:200]}")
     return items, meta_info
 
 

@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
-_REMOVED_PASSWORD = "//***@"
+_REMOVED_PASSWORD = re.compile(r"(//|[?#]|/k/)\*\*\*")  # by shown_url
 _INFINITE = ("inf", "-inf")
 
 HIDDEN = {"env_arguments", "controller_python"}  # --env.KEY value; AGL_CONTROLLER_PYTHON
@@ -149,7 +150,7 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
         elif name != "output_dir" and name in values:
             raise ConfigError(f"--config {path}: {name} is not a setting for files; give {flag(name)}")
     for name, value in [*values.items()]:
-        if _REMOVED_PASSWORD in str(value):
+        if _REMOVED_PASSWORD.search(str(value)):
             if flag(name) not in overridden:
                 raise ConfigError(f"--config {path}: {name} was written without its password; give {flag(name)}")
             del values[name]

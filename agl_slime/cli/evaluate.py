@@ -24,7 +24,7 @@ from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
-from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
+from agl_slime.report.files import RunDir, dump, make_directories, open_run_dir, read_object
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
@@ -192,7 +192,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     }
     name = hashlib.blake2b(dump(identity), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directories(directory)
     from agl_slime.report.evaluation.samples import SampleFile, reward_name, take_samples
 
     with sole_owner(directory):

@@ -148,7 +148,8 @@ def _conversations(trajectory: Trajectory) -> Iterator[str]:
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+        parts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
+        content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
     return " ".join(
         [*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]

@@ -138,7 +138,7 @@ def split_tool_calls(content: str) -> tuple[str | None, list[dict[str, Any]] | N
         try:
             call = json.loads(block)
             function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return content, None
         calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "index": number, "type": "function", "function": function})
     return (_TOOL_CALL.sub("", content).strip() or None, calls) if calls else (content, None)

@@ -22,6 +22,7 @@ from agl_slime.gateway.agl1.settings import ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.files import CACHE_VARIABLE, cache_directory, write_file
+from agl_slime.support.net import shown_url
 from agl_slime.support.other_python import installed_version
 from agl_slime.support.ranges import check_ranges
 
@@ -209,7 +210,7 @@ def load_environment(
     room = description["room"]
     if room is not None and room < chosen.max_concurrent * chosen.workers:
         lines.append(f"{room} episodes at a time: memory and processes here suffice for as many sandboxes")
-    elsewhere = [f"{role} at {url}" for role, (_, url) in chosen.others.items()]
+    elsewhere = [f"{role} at {shown_url(url)}" for role, (_, url) in chosen.others.items()]
     if untrained or elsewhere or len(trained) > 1:
         roles = [f"trained: {', '.join(trained)}"]
         roles += [f"untrained: {', '.join(untrained)}"] if untrained else []

@@ -13,6 +13,7 @@ import httpx
 
 from agl_slime.environments.play import EpisodeFailedError, Player
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.net import shown_url
 
 _MAX_CLAIM = 32  # several workers share a queue
 _CANCEL_POLL_S = 2.0
@@ -124,5 +125,5 @@ class Queue:
             answer.raise_for_status()
             return answer.json()
 
-        backoff = Backoff(f"the run at {self._player.url} did not answer", patience_s=_PATIENCE_S)
+        backoff = Backoff(f"the run at {shown_url(self._player.url)} did not answer", patience_s=_PATIENCE_S)
         return await backoff.run(once, lambda error: isinstance(error, httpx.TransportError))

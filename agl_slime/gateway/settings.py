@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agl_slime.errors import ConfigError
+from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.images import ImageSettings
 
@@ -62,4 +63,4 @@ class GatewaySettings:
             ("max_body_mb max_messages", lambda value: value > 0, "above 0"),
         )
         if self.public_url is not None and not self.port:
-            raise ConfigError(f"public_url {self.public_url} leads to one port of the gateway: give that as port")
+            raise ConfigError(f"public_url {shown_url(self.public_url)} leads to one port: give that as port")

@@ -316,6 +316,8 @@ def make_directories(path: Path) -> list[Path]:
 
 
 def _refuse_file(path: Path) -> None:
+    if os.fsencode(path.absolute()).decode(errors="ignore") != str(path.absolute()):
+        raise ConfigError(f"output directory {path.absolute()} has bytes that are not UTF-8; choose another path")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"output directory {path} is a file; choose another path")
 
@@ -325,6 +327,7 @@ def new_run_dir(agent: str, root: str | os.PathLike[str] = "runs") -> Path:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     path, number = Path(root) / stem, 1
+    _refuse_file(path)
     while True:
         try:
             path.mkdir(parents=True)

@@ -314,7 +314,7 @@ def _number(value: Any) -> float | None:
 
     if type(value) is torch.Tensor and value.dim() == 0 and not value.is_complex():
         value = value.item()
-    valid = type(value) in (int, float, bool) and not (abs(value) >= 1e300 and math.isfinite(value))
+    valid = type(value) in (int, float, bool) and not 1e300 <= abs(value) < math.inf
     return float(value) if valid else None
 
 
@@ -331,6 +331,6 @@ def _short(value: Any) -> str:
         f"{value:.20000}"
         if type(value) is str
         else f"{value}"[:40]
-        if type(value) in (int, float)
+        if type(value) is float or _whole(value) is not None
         else type(value).__name__
     )

@@ -80,9 +80,10 @@ def see(line: Mapping[str, Any]) -> Seen | None:
     for answer in answers:
         text, calls = split_tool_calls(text_of(answer))
         texts.append((text or "").strip())
-        tools += [_name(call) for call in [*(calls or ()), *(answer.get("tool_calls") or ())]]
-    counts = (line.get("tools") or {}).get("calls") if isinstance(line.get("tools"), Mapping) else None
-    tools = tools or sorted(counts or ())  # the order of the calls is in messages only
+        called = answer.get("tool_calls")
+        tools += [_name(call) for call in [*(calls or ()), *(called if isinstance(called, list) else ())]]
+    counts = line["tools"].get("calls") if isinstance(line.get("tools"), Mapping) else None
+    tools = tools or sorted(counts if isinstance(counts, Mapping) else ())  # messages alone have the calls in order
     words = _words("\n".join(texts))[:MOST_WORDS]
     prompt = _words("\n".join(text_of(one) for one in messages if one.get("role") != "assistant"))
     stops = {line.get("stop_reason"), *(one.get("stop_reason") for one in line.get("samples") or ())}

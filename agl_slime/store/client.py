@@ -22,6 +22,7 @@ from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
 from agl_slime.support.http import ask, is_transient
+from agl_slime.support.net import shown_url
 
 # A restarting server answers again within moments; one that does not answer for this long has failed.
 _UNREACHABLE_S = 120.0
@@ -91,7 +92,7 @@ class RemoteStore(LightningStoreClient):
                 page = await backoff.run(post, lambda error: is_transient(error) or isinstance(error, ValueError))
             except aiohttp.ClientResponseError as error:
                 fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
-                url = self.server_address_root
+                url = shown_url(self.server_address_root)
                 raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
             if page["rollout_ids"] or page["missed"] or page["server_instance_id"] != position.server_instance_id:
                 yield page

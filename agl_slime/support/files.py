@@ -32,8 +32,9 @@ _TEMPORARY = re.compile(
 _HOST = re.sub(r"[^\w.]", "_", socket.gethostname()) or "localhost"
 _PROCESS = uuid.uuid4().hex[:8]  # a restarted container has the same host name and pids
 _COUNT = itertools.count()
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TOO_LARGE = ("File too large", "disk I/O error")  # of the system, of SQLite
+_FULL_TEXTS = ("No space left", "disk is full", *_TOO_LARGE)  # of safetensors, of SQLite
 _CHECKSUMS = "agl_slime_checksums.json"
 LOCK = ".lock"
 PIPE_SILENCE_S = 60.0
@@ -59,6 +60,9 @@ def disk_full_as_error(path: Path) -> Iterator[None]:
             named = getattr(cause, "errno", None) in _FULL or any(text in str(cause) for text in _FULL_TEXTS)
             if named or isinstance(cause, DiskFullError):
                 where = path if path.is_dir() else path.parent
+                if any(text in str(cause) for text in _TOO_LARGE):
+                    why = "it is too large for this process (ulimit -f), or the disk fails"
+                    raise DiskFullError(f"a file in {where} cannot be written: {why}") from error
                 raise DiskFullError(f"no space left in {where}; free some and retry or resume") from error
             cause = cause.__cause__ or cause.__context__
         raise

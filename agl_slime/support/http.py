@@ -17,8 +17,10 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
-from agl_slime.support.net import http_url, is_loopback, page_refusal
+from agl_slime.support.net import http_url, is_loopback, page_refusal, shown_url
 from agl_slime.support.threads import run_in_thread
 
 T = TypeVar("T")
@@ -215,12 +217,13 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = Non
     async with session.request(method, url, data=body, headers=headers, **options) as response:
         raw = await response.read()
     if response.status >= 400:
-        message, info = raw[:500].decode(errors="replace"), response.request_info
+        message, address = raw[:500].decode(errors="replace"), URL(shown_url(str(response.request_info.url)))
+        info = aiohttp.RequestInfo(address, method, CIMultiDictProxy(CIMultiDict()))  # the headers have the token
         raise aiohttp.ClientResponseError(info, response.history, status=response.status, message=message)
     try:
         return json_value(raw)
     except ValueError as error:
-        raise ValueError(f"{url} did not answer with JSON: {error}") from error
+        raise ValueError(f"{shown_url(str(url))} did not answer with JSON: {error}") from error
 
 
 def is_transient(error: Exception) -> bool:

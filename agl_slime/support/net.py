@@ -79,8 +79,10 @@ def bypass_proxies(*hosts: str) -> None:
 
 
 def shown_url(url: str) -> str:
-    """``url`` without its password, for messages and files."""
-    return re.sub(r"//[^/?#]*@", "//***@", url)
+    """``url`` without its password, its query, which may have a key, and a gateway's token, for messages and files."""
+    for secret in (r"(//)[^/?#]*(?=@)", r"((?:://|^)[^\s?#]*[?#])\S+", r"(://[^\s?#]*/k/)[^\s/?#]+"):
+        url = re.sub(secret, r"\1***", url)
+    return url
 
 
 def require_local_address(host: str) -> None:

@@ -100,9 +100,11 @@ class SystemMessages:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The content of a message, a string or a list of parts."""
+    """The content of a message, a string or a list of parts; of other content its text in Python."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
 def _joined(systems: Sequence[Message]) -> Message:

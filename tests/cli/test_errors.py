@@ -85,7 +85,15 @@ SILENT = "--agent cli_agents:Silent"
         ("--tasks deep.jsonl", "error: --tasks deep.jsonl, line 1: not JSON"),
         ("--tasks x.parquet", 'error: --tasks x.parquet: pip install "agl-slime[parquet]" reads parquet files'),
         ("--model-path nowhere", "error: --model-path nowhere: there is no Hugging Face checkpoint (no config.json)"),
+        ("--output-dir a\udcff/b", "/a\\udcff/b has bytes that are not UTF-8; choose another path"),
         ("--output-dir exits.py", "output directory exits.py is a file"),
+        (
+            "--sglang-url http://H/?key=SECRET",
+            "the SGLang URL must look like http://127.0.0.1:30000, got 'http://H/?***'",
+        ),
+        ("--sglang-url H:1?key=SECRET#SECRET", "got 'H:1?***'"),
+        ("--eval-sglang-url http://me:SECRET@H/#SECRET --max-staleness 1", "got 'http://***@H/#***'"),
+        ("--teacher-url http://H/?key=SECRET", "got 'http://H/?***'"),
         ("--sglang-url localhost", "the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'"),
     ],
 )
@@ -93,6 +101,7 @@ def test_a_flag_that_cannot_be_used_is_named_with_its_value(flags: str, sentence
     code, text = train(*flags.split())
     assert code == 2
     assert sentence in text
+    assert "SECRET" not in text
 
 
 def test_an_sglang_that_is_away_or_loads_or_has_a_remote_model_is_an_error(train: Train) -> None:

@@ -44,7 +44,7 @@ def test_secrets_of_settings_are_not_written(tmp_path: Path) -> None:
         max_new_tokens: int = 5
         nested: dict[str, object] | None = None
 
-    nested = {"password": "p", "auth_token": None, "judges": ["j=http://hidden@h"]}
+    nested = {"password": "p", "auth_token": None, "judges": ["j=http://hidden@h/k/hidden?hidden"]}
     settings = Settings(Path("x"), "http://me:hidden@host:30000/v1", nested=nested)
     run = open_run_dir(tmp_path, agent="a", settings=settings)
     assert json.loads(run.config.read_text()) == {
@@ -52,7 +52,7 @@ def test_secrets_of_settings_are_not_written(tmp_path: Path) -> None:
         "url": "http://***@host:30000/v1",
         "api_key": "(not written)",
         "max_new_tokens": 5,
-        "nested": {"password": "(not written)", "auth_token": None, "judges": ["j=http://***@h"]},
+        "nested": {"password": "(not written)", "auth_token": None, "judges": ["j=http://***@h/k/***?***"]},
     }
     changed = replace(settings, url="http://me:changed@host:30000/v1")
     assert open_run_dir(tmp_path, agent="a", settings=changed, resume=True).changed == ()

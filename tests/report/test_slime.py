@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.cli.demo import LOOKUP_POLICY
@@ -254,6 +254,7 @@ FIELD = st.one_of(
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(a_sample(0, group=0))), FIELD, max_size=4), metadata=st.booleans()
 )
+@example(changes={"reward": 10**400, "prompt": [{"role": "user", "content": [{"type": 10**400}]}]}, metadata=False)
 def test_whatever_fields_hold_the_other_samples_are_shown(
     tmp_path_factory: Any, changes: dict[str, Any], metadata: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, DiskFullError
+from agl_slime.support.database import Database
 from agl_slime.support.files import (
     remove_directory,
     remove_leftovers,
@@ -171,3 +173,16 @@ def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(tmp_path: Path
             remove_directory(target)
     assert not target.exists()
     assert len(names(tmp_path)) == 1
+
+
+def test_the_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
+    database, before = Database(path=tmp_path / "x.sqlite"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(DiskFullError, match=r"too large .*ulimit -f"):
+            write_file(tmp_path / "x", b"0" * 10_000)
+        with pytest.raises(DiskFullError, match=r"too large .*ulimit -f"), database.transaction() as connection:
+            connection.execute("CREATE TABLE x AS SELECT zeroblob(1000000)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        database.close()

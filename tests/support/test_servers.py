@@ -22,8 +22,8 @@ from agl_slime.report.view import serving
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FEED_PATH
 from agl_slime.store.server import BATCH_PATH, StoreService
-from agl_slime.support.http import listening
-from agl_slime.support.net import has_token, is_loopback, require_token
+from agl_slime.support.http import ask, listening
+from agl_slime.support.net import has_token, is_loopback, require_token, shown_url
 from tests.harness.report_runs import write_run
 
 SERVERS = ("engine", "buffer", "gateway", "view")
@@ -270,3 +270,16 @@ def test_an_address_of_another_machine_is_named_before_anything_listens(host: st
         StoreService(store=BridgeStore(), host=host, token="t" * 20)
     for local in ("127.0.0.1", "0.0.0.0", "localhost"):
         StoreService(store=BridgeStore(), host=local, token="t" * 20)
+
+
+async def test_an_error_does_not_show_the_key_of_its_request() -> None:
+    key = {"Authorization": "Bearer SECRET"}
+    async with (
+        listening(web.Application(), host="127.0.0.1", port=0, backlog=1) as url,
+        aiohttp.ClientSession(headers=key) as session,
+    ):
+        with pytest.raises(aiohttp.ClientResponseError) as raised:
+            await ask(session, f"{url}/x?key=SECRET")
+    assert "SECRET" not in repr(raised.value) + str(raised.value)
+    text = "What is this? See http://a/b c?d, and https://h/k/SECRET/v1?SECRET#SECRET or http://u:SECRET@h."
+    assert shown_url(text) == "What is this? See http://a/b c?d, and https://h/k/***/v1?*** or http://***@h."

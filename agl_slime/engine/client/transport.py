@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -272,13 +273,13 @@ def _decoded(body: bytes) -> Any:
 
 def checked_url(url: str) -> str:
     """``url`` as the address that SGLang's own paths follow: without a trailing slash and OpenAI's ``/v1``. Raises
-    ``ConfigError`` unless it is http(s)://host[:port][/path]."""
+    ``ConfigError`` unless it is http(s)://host[:port][/path], without a query, which those paths would be part of."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         usable = False
-    if not usable or any(char.isspace() for char in url):
+    if not usable or re.search(r"[\s?#]", url):
         raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {shown_url(url)!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 

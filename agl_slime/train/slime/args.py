@@ -21,7 +21,7 @@ from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
-from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url
+from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url, shown_url
 from agl_slime.train.slime.flags import evaluates, refused_keys
 from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.replay import replay_sampling
@@ -138,7 +138,8 @@ class PluginSettings(BaseModel):
         port = self.controller.port if plan.kind == "controller" else self.gateway_port
         if self.gateway_public_url is not None and not port:
             name = "agl_controller_port" if plan.kind == "controller" else "agl_gateway_port"
-            raise ConfigError(f"agl_gateway_public_url {self.gateway_public_url} leads to one port: set {name}")
+            url = shown_url(self.gateway_public_url)
+            raise ConfigError(f"agl_gateway_public_url {url} leads to one port: set {name}")
         if self.gateway_port and plan.kind in ("process", "ray"):
             raise ConfigError(f"agl_gateway_port {port}: each runner of {plan} has a gateway; leave the port out")
         gateway = GatewaySettings(host=self.gateway_host, port=port, public_url=self.gateway_public_url)
@@ -150,7 +151,7 @@ class PluginSettings(BaseModel):
 
     def _check_runners(self) -> None:
         if self.runners is not None and self.store_url is not None:
-            why = f"the runners of the store at agl_store_url {self.store_url} are elsewhere"
+            why = f"the runners of the store at agl_store_url {shown_url(self.store_url)} are elsewhere"
             raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
         if self.plan().kind == "controller":
             if self.loop.max_attempts != 1:
@@ -176,7 +177,7 @@ class PluginSettings(BaseModel):
                 at[field] = _split_words(value) if name == "env_map" else value
         values["loop"]["seed"] = getattr(args, "rollout_seed", None) or 0
         if values.get("store_url") is not None and values.get("agent") is not None:
-            both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
+            both = f"agl_store_url {shown_url(values['store_url'])!r} and agl_agent {values['agent']!r}"
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:

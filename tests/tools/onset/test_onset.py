@@ -132,7 +132,7 @@ def test_traits_of_one_rollout() -> None:
     assert not {Trait("no tool"), Trait("echo"), Trait("refusal"), Trait("empty")} & onset.traits
 
 
-TEXTS = ["", " ", "so", "7 so", "\ud800", "a b " * 9]
+TEXTS: list[Any] = ["", " ", "so", "7 so", "\ud800", "a b " * 9, {"a": 1}, ["x", {"text": None}], 7]
 REWARDS = [None, math.nan, math.inf, 0.1, 0.3, 0.7, "x"]
 
 
