@@ -285,7 +285,7 @@ def test_unset_variables_are_those_that_bash_reads_empty(
     assert played.unset == unset, played.output
 
 
-def test_a_script_that_compares_an_unset_variable_and_does_not_train_names_it(tmp_path: Path, scratch: Path) -> None:
+def test_a_comparison_of_an_unset_variable_that_decides_is_named(tmp_path: Path, scratch: Path) -> None:
     played = play(write(tmp_path, "case $NODE_RANK in 0) python3 train.py ;; esac\n"), gpus=8, scratch=scratch)
     texts = [finding.text for finding in check_script(played, None, ONE)]
     assert texts[1] == "the script reads NODE_RANK, which nothing sets: export them before it runs"

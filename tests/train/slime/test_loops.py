@@ -82,7 +82,7 @@ def test_the_reward_rises_in_slimes_own_loop_with_a_real_sglang(loop: str, tmp_p
 def test_actors_of_the_managers_run_the_agent_in_slimes_own_loop(tmp_path: Path):
     """``agl_runners: ray:2`` inside slime's manager, which is an actor of the same Ray; they end with it."""
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    result = run_program(root, "loop", tmp_path, "train", "2", "ray", timeout_s=280)
+    result = run_program(root, "loop", tmp_path, "train", "2", "ray", timeout_s=480)
     assert len(result["rewards"]) == 2
     assert max(result["logprob_diff_max"]) < 1e-4
     assert result["versions"] == ["3"]
