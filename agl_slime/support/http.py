@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from agl_slime.errors import ConfigError
 from agl_slime.support.net import http_url, is_loopback, page_refusal, shown_url
 from agl_slime.support.threads import run_in_thread
 
@@ -71,6 +72,8 @@ async def listening(
     without a ``token``, which ``app`` itself requires. Compressed bodies are refused, because a small one may expand to
     gigabytes. A connection is closed when it sends no request within ``stalled_s``, or less than 1 kB/s of a body.
     """
+    if not 0 <= port <= 65_535:
+        raise ConfigError(f"port must be from 0, which takes a free one, to 65535, got {port}")
     guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s)
     app.middlewares.insert(0, guard.middleware)
     options = {"access_log": None, "logger": _connection_logger, "auto_decompress": False, **options}

@@ -283,3 +283,10 @@ async def test_an_error_does_not_show_the_key_of_its_request() -> None:
     assert "SECRET" not in repr(raised.value) + str(raised.value)
     text = "What is this? See http://a/b c?d, and https://h/k/SECRET/v1?SECRET#SECRET or http://u:SECRET@h."
     assert shown_url(text) == "What is this? See http://a/b c?d, and https://h/k/***/v1?*** or http://***@h."
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+async def test_a_port_out_of_range_is_named(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port must be from 0, which takes a free one, to 65535, got {port}"):
+        async with listening(web.Application(), host="127.0.0.1", port=port, backlog=1):
+            pass
