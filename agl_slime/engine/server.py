@@ -26,7 +26,6 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from agl_slime.engine.chat import chat_requests, completion_requests, openai_answer
 from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
 from agl_slime.engine.weights import as_the_models, read_weights
@@ -88,8 +87,6 @@ class EmbeddedServer:
             [
                 web.post("/generate", self._generate),
                 web.put("/generate", self._generate),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completions),
                 web.post("/v1/detokenize", self._detokenize),
                 web.post("/flush_cache", self._flush_cache),
                 web.get("/flush_cache", self._flush_cache),
@@ -161,22 +158,6 @@ class EmbeddedServer:
             running.cancel()
         await response.write(b"data: [DONE]\n\n")
         return response
-
-    async def _chat(self, http: web.Request) -> web.Response:
-        return await self._openai(http, partial(chat_requests, tokenizer=self._tokenizer))
-
-    async def _completions(self, http: web.Request) -> web.Response:
-        return await self._openai(http, completion_requests)
-
-    async def _openai(self, http: web.Request, requests_of: Callable[..., list[Request]]) -> web.Response:
-        def read(raw: bytes) -> tuple[dict[str, Any], list[Request]]:
-            body = _json(raw)
-            return body, requests_of(body, encode=self._encode)
-
-        body, requests = await read_body(http, read)
-        await self._run(requests)
-        body["model"] = str(body.get("model") or self._model_path)
-        return json_response(openai_answer(requests, body, tokenizer=self._tokenizer, text=self._text))
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         if len(text) > self._most_characters:

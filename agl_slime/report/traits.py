@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from agl_slime.engine.chat import split_tool_calls
+from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.systems import text_of
 
 MOST_WORDS = 2_000  # of a rollout's answers, from their beginning
@@ -23,6 +23,7 @@ _REFUSAL = re.compile(
 )
 _NON_LATIN = re.compile(r"[\u0370-\u1fff\u3040-\ud7af]")
 _TRUNCATED = frozenset({"length", "truncated"})
+_HERMES = get_tool_parser("hermes")
 
 
 class Trait(NamedTuple):  # a tuple: millions are hashed
@@ -78,10 +79,10 @@ def see(line: Mapping[str, Any]) -> Seen | None:
     texts: list[str] = []
     tools: list[str] = []
     for answer in answers:
-        text, calls = split_tool_calls(text_of(answer))
-        texts.append((text or "").strip())
-        called = answer.get("tool_calls")
-        tools += [_name(call) for call in [*(calls or ()), *(called if isinstance(called, list) else ())]]
+        written, called = _HERMES.parse(text_of(answer)), answer.get("tool_calls")
+        texts.append(written.content.strip())
+        tools += [call.name for call in written.calls]
+        tools += [_name(call) for call in (called if isinstance(called, list) else ())]
     counts = line["tools"].get("calls") if isinstance(line.get("tools"), Mapping) else None
     tools = tools or sorted(counts if isinstance(counts, Mapping) else ())  # messages alone have the calls in order
     words = _words("\n".join(texts))[:MOST_WORDS]

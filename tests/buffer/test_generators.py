@@ -21,6 +21,8 @@ from agl_slime.buffer.generators import base_generator
 from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import BufferRequestError
+from agl_slime.gateway.recorder import RecordGateway
+from agl_slime.support.agl_types import LLM
 from tests.buffer.items import Client, add_generator, eventually, make_item, settings_for, write_problems
 from tests.harness.agent_rollout import serve
 
@@ -220,6 +222,17 @@ async def test_only_missing_items_are_generated(tmp_path):
         assert body == {"1 + 1?": 1 + 4, "2 + 1?": 8}
         _, stats = await client.get("/stats")
         assert stats["items"]["opened"] == 13
+
+
+async def test_the_recorder_gives_the_embedded_engine_chat_completions(tmp_path, embedded_engine, policy_dir):
+    llm = LLM(endpoint=embedded_engine, model=str(policy_dir), sampling_parameters={})
+    with RecordGateway(directory=tmp_path, llm=llm) as recorder:
+        async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+            url = recorder.endpoint("buffer")
+            generator = base_generator.BaseGenerator(url, server.url, num_repeat_per_sample=2, max_tokens=4)
+            await generator.run(write_problems(tmp_path), base_generator.query_single_turn, lambda item: 0.5)
+            data = await client.read()
+    assert [(entry["raw_reward"], entry["messages"][-1]["role"]) for entry in data] == [(0.5, "assistant")] * 6
 
 
 async def test_documented_generator_runs_as_a_file(tmp_path):

@@ -1,5 +1,5 @@
 """One suite, two servers: the embedded engine, and a real SGLang on the CPU with the same checkpoint. Here: sampling,
-log-probs, forms of input, refusals, text clients and information; ``test_control.py`` is a part of the same suite.
+log-probs, forms of input, refusals and information; ``test_control.py`` is a part of the same suite.
 
 The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and
 the tests run with ``-m sglang``. Everything goes over raw HTTP. Where the two differ on purpose, the test says so.
@@ -234,35 +234,7 @@ async def test_unknown_ids_and_too_many_sequences_are_refused(client: Client) ->
     assert len((await client.generate([5, 459], max_new_tokens=1))["output_ids"]) == 1
 
 
-# -- text clients and information ------------------------------------------------------------------------------------
-
-
-async def test_chat_completion_equals_generation_from_the_template(client: Client, model: Any, tokenizer: Any) -> None:
-    from agl_slime.cli.demo import LookupDemonstrations
-
-    messages = LookupDemonstrations().prompt({"key": "hjk"})
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    expected = greedy(model, prompt, 10)
-    body = {**GREEDY, "model": "policy", "messages": messages, "max_tokens": 10, "logprobs": True}
-    answer = await client.post("/v1/chat/completions", body)
-    choice = answer["choices"][0]
-    assert answer["object"] == "chat.completion"
-    assert choice["message"]["role"] == "assistant"
-    assert choice["message"]["content"] == tokenizer.decode(expected, skip_special_tokens=True)
-    assert choice["finish_reason"] == "length"
-    log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert_close(log_probs, expected_log_probs(model, prompt, expected))
-    counts = {"prompt_tokens": len(prompt), "completion_tokens": 10, "total_tokens": len(prompt) + 10}
-    assert {name: answer["usage"][name] for name in counts} == counts
-    answer = await client.post("/v1/chat/completions", {"model": "policy", "messages": []}, status=400)
-    assert answer["message"]
-
-
-async def test_completion_takes_a_plain_prompt(client: Client, model: Any, tokenizer: Any) -> None:
-    answer = await client.post("/v1/completions", {**GREEDY, "model": "policy", "prompt": "What is", "max_tokens": 5})
-    expected = greedy(model, tokenizer.encode("What is"), 5)
-    assert answer["choices"][0]["text"] == tokenizer.decode(expected, skip_special_tokens=True)
-    assert answer["usage"]["completion_tokens"] == 5
+# -- information ------------------------------------------------------------------------------------------------------
 
 
 async def test_information(client: Client) -> None:

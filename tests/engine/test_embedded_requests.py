@@ -1,4 +1,4 @@
-"""Bodies of /generate and chat completions: accepted fields, refused ones and their messages."""
+"""Bodies of /generate: accepted fields, refused ones and their messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from agl_slime.engine.chat import split_tool_calls
 from agl_slime.engine.requests import BadRequest, Sampling, parse_generate
 from agl_slime.engine.requests import parse as parse_model
 
@@ -93,14 +92,3 @@ def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
     assert len({request.rid for request in requests}) == 4
     [unscored], *_ = parse({"input_ids": [1, 2], "logprob_start_len": 0})  # needs return_logprob
     assert unscored.logprob_start_len == -1
-
-
-def test_tool_calls_are_split_from_the_text() -> None:
-    call = '<tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>'
-    content, calls = split_tool_calls(f"Let me see. {call}")
-    assert content == "Let me see."
-    assert calls is not None
-    [(kind, function)] = [(call["type"], call["function"]) for call in calls]
-    assert (kind, function) == ("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})
-    for text in ("<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>"):
-        assert split_tool_calls(text) == (text, None)

@@ -18,23 +18,16 @@ from agl_slime.engine.requests import UNSUPPORTED, Sampling
 from tests.harness.engine_servers import engine_in_thread
 
 SAMPLING = sorted({*Sampling.model_fields, *UNSUPPORTED, "sampling_seed", "custom_params", "max_tokens"})
-MESSAGES = [{"role": "user", "content": "What is stored under k?"}]
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True},
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3, "logprobs": True},
-    "/v1/completions": {"prompt": "What is", "max_tokens": 3},
     "/pause_generation": {},
     "/continue_generation": {},
     "/abort_request": {},
     "/update_weights_from_disk": {"model_path": "/nowhere"},
 }
-_OPENAI = ["model", "stream", "rid", "logprobs", "top_logprobs", "max_tokens"]
-_CHAT = ["messages", "tools", "tool_choice", "chat_template_kwargs", "response_format", "max_completion_tokens"]
 _LOGPROBS = ["return_logprob", "logprob_start_len", "top_logprobs_num"]
 FIELDS = {
     "/generate": ["text", "input_ids", "sampling_params", "rid", "stream", *_LOGPROBS],
-    "/v1/chat/completions": [*_OPENAI, *_CHAT],
-    "/v1/completions": [*_OPENAI, "prompt"],
     "/pause_generation": ["mode"],
     "/continue_generation": ["mode"],
     "/abort_request": ["rid", "abort_all"],
@@ -61,7 +54,6 @@ VALUES = st.one_of(
         max_leaves=6,
     ),
 )
-TEMPLATE_NAMES = ["chat_template", "tokenize", "return_tensors", "padding", "max_length", "messages", "x"]
 
 
 @st.composite
@@ -73,17 +65,10 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
         if name == "text":
             body.pop("input_ids", None)
         body[name] = draw(VALUES)
-        if name == "chat_template_kwargs" and draw(st.booleans()):
-            body[name] = draw(st.dictionaries(st.sampled_from(TEMPLATE_NAMES), VALUES, max_size=2))
-        if name == "messages" and draw(st.booleans()):
-            body[name] = [{"role": draw(VALUES), "content": draw(VALUES), "tool_calls": draw(VALUES)}]
-    if path == "/generate" or path.startswith("/v1"):
+    if path == "/generate" and isinstance(body["sampling_params"], dict):
         inside = draw(st.dictionaries(st.sampled_from(SAMPLING), VALUES, max_size=2))
-        if path == "/generate" and isinstance(body["sampling_params"], dict):
-            # a new object: the drawn one is shared by all examples
-            body["sampling_params"] = {**body["sampling_params"], **inside}
-        elif path != "/generate":
-            body |= inside
+        # a new object: the drawn one is shared by all examples
+        body["sampling_params"] = {**body["sampling_params"], **inside}
     return path, body
 
 

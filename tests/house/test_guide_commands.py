@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.gateway.recorder import RecordGateway
+from agl_slime.support.agl_types import LLM
 from tests.house.test_docs import PAGES, ROOT, commands
 
 ELSEWHERE = {
@@ -121,12 +123,12 @@ def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, process.returncode, output, output)
 
 
-def as_run_here(command: str, *, engine: str) -> str:
+def as_run_here(command: str, *, engine: str, openai: str) -> str:
     """The command with this machine's addresses and paths, and tiny settings."""
     command = re.sub(r"\[(.*?)\]", r"\1", command)
     for theirs, ours in {
         "http://127.0.0.1:30000": engine,
-        "https://host/v1": f"{engine}/v1",
+        "https://host/v1": openai,
         "/path/to/model": "MODEL",
         "/data": "data",
         "--output-dir RUN": "--output-dir A_NEW_RUN",
@@ -141,11 +143,14 @@ def as_run_here(command: str, *, engine: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_commands_of_every_page_run_as_they_stand(clone: Path, embedded_engine: str) -> None:
+def test_the_commands_of_every_page_run_as_they_stand(clone: Path, embedded_engine: str, tmp_path: Path) -> None:
     failed = []
-    for command in (command for page in PAGES for command in commands(page)):
-        if why_elsewhere(command) is None:
-            done = run(as_run_here(command, engine=embedded_engine), clone)
-            if done.returncode not in ((0, 130) if SERVES.match(command) else (0,)):
-                failed.append(f"{command}: exit code {done.returncode}\n{done.stdout[-2000:]}")
+    llm = LLM(endpoint=embedded_engine, model=str(clone / "MODEL"), sampling_parameters={})
+    with RecordGateway(directory=tmp_path, llm=llm) as gateway:
+        addresses = {"engine": embedded_engine, "openai": gateway.endpoint("all")}
+        for command in (command for page in PAGES for command in commands(page)):
+            if why_elsewhere(command) is None:
+                done = run(as_run_here(command, **addresses), clone)
+                if done.returncode not in ((0, 130) if SERVES.match(command) else (0,)):
+                    failed.append(f"{command}: exit code {done.returncode}\n{done.stdout[-2000:]}")
     assert not failed, "\n\n".join(failed)

@@ -12,7 +12,9 @@ import pytest
 from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.report.files import iter_jsonl
+from agl_slime.support.agl_types import LLM
 from tests.agent.test_multi_turn_api import serving
 from tests.harness.training import needs_torch
 from tests.tools.evaluation.test_evaluation import evaluate
@@ -74,7 +76,10 @@ def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"temperature": 0.0, "n_tasks": 8, "k": 2, "output_dir": tmp_path / "out"}
-    report, _ = evaluate(policy_dir, openai_url=f"{embedded_engine}/v1", sglang_url=embedded_engine, **settings)
+    llm = LLM(endpoint=embedded_engine, model=str(policy_dir), sampling_parameters={"temperature": 0.0})
+    with RecordGateway(directory=tmp_path, llm=llm) as gateway:
+        url = gateway.endpoint("all")
+        report, _ = evaluate(policy_dir, openai_url=url, sglang_url=embedded_engine, **settings)
     theirs, ours = (
         {(line["task"], line["sample"]): (line["reward"], line["messages"]) for line in iter_jsonl(file)}
         for file in (tmp_path / "out" / "samples-1.jsonl", tmp_path / "out" / "samples-2.jsonl")
