@@ -75,7 +75,8 @@ def test_branches_of_verifiers_are_the_samples(recorded: RecordedRollout) -> Non
         first = mask.index(True)
         rows.append((tokens, [int(number) for number in mask[first:]], values[first:]))
     assert rows == rows_of_samples(recorded)
-    assert sum(not node.get("sampled") for node in nodes) >= sum(bool(turn.messages) for turn in recorded.turns()[:1])
+    prompts = [recorded.turns()[segment.placements[0].turn].messages or () for segment in recorded.segments()]
+    assert sum(not node.get("sampled") for node in nodes) >= sum(map(len, prompts))
     assert [call["node"] for call in trace["calls"]] == [
         index for index, node in enumerate(nodes) if node.get("sampled")
     ]
