@@ -96,7 +96,7 @@ class GeneratorRun:
         restarts: int = 0,
     ) -> None:
         self.key = secrets.token_urlsafe(16)
-        self._path, self._payload, self._log_path, self._on_end = path, payload, log_path, on_end
+        self._path, self._payload, self._log_path = path, payload, log_path
         self._stall_s = stall_s
         self._state, self._error = "", ""
         self._ended_as: str | None = None

@@ -9,7 +9,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -80,31 +79,6 @@ def demo_policy(
         raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
     progress = partial(print_line, to=sys.stderr)
     print_line(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
-
-
-def export(
-    run_dir: tyro.conf.Positional[Path],
-    to: Literal["sft", "dpo", "messages", "parquet", "hf-dataset"],
-    output: Path | None = None,
-    best: int = 1,
-    min_reward: float | None = None,
-    min_gap: float = 0.0,
-) -> None:
-    """Write a run's kept rollouts (train with --keep-rollouts all) as data for other trainers.
-
-    Args:
-        run_dir: The directory of a run.
-        to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
-            hf-dataset (all, with tokens, loss mask and log-probs).
-        output: The file or directory to write; export-FORMAT in the directory of the run by default.
-        best: For sft, the number of rollouts of each group.
-        min_reward: Least reward for sft, and of the chosen side of a dpo pair.
-        min_gap: For dpo, the rewards of a pair differ by more than this.
-    """
-    from agl_slime.cli.export import export_run
-
-    path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
-    print_line(f"{path}: {n} rows")
 
 
 def report(

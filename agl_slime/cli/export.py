@@ -11,33 +11,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import tyro
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.audit.figures import recompute_digest
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.support.files import output_of, whole_directory, whole_file
+from agl_slime.support.terminal import print_line
 
 Format = Literal["sft", "dpo", "messages", "parquet", "hf-dataset"]
 Messages = Sequence[Mapping[str, Any]]
 
 
+def main(arguments: Sequence[str]) -> None:
+    path, n = tyro.cli(export_run, prog="agl-slime export", args=list(arguments))
+    print_line(f"{path}: {n} rows")
+
+
 def export_run(
-    run_dir: Path,
-    *,
+    run_dir: tyro.conf.Positional[Path],
     to: Format,
     output: Path | None = None,
     best: int = 1,
     min_reward: float | None = None,
     min_gap: float = 0.0,
 ) -> tuple[Path, int]:
-    """Write the kept rollouts of the run in the format ``to``; returns the path and the number of rows.
+    """Write a run's kept rollouts (train with --keep-rollouts all) as data for other trainers.
 
     Args:
-        best: rollouts of each group, for ``sft``.
-        min_reward: least reward for ``sft``, and of the chosen side of a ``dpo`` pair.
-        min_gap: the two rewards of a ``dpo`` pair differ by more than this.
-
-    Raises ``ConfigError`` when there is no row to write.
+        run_dir: The directory of a run.
+        to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
+            hf-dataset (all, with tokens, loss mask and log-probs).
+        output: The file or directory to write; export-FORMAT in the directory of the run by default.
+        best: For sft, the number of rollouts of each group.
+        min_reward: Least reward for sft, and of the chosen side of a dpo pair.
+        min_gap: For dpo, the rewards of a pair differ by more than this.
     """
     if best < 1:
         raise ConfigError(f"--best {best}: must be at least 1")

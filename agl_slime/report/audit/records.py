@@ -45,11 +45,7 @@ _KEPT |= {"source": _TEXT, "left_out": {"samples": int}}
 _TRAINED = {"instance_id": _TEXT, "rollouts": {str: (*_NUMBER, NoneType)}, "samples": [[str, str, int, {str: int}]]}
 SHAPES: dict[str, dict[str, Any]] = {
     "metrics.jsonl": {"weights/version": (*_TEXT, *_NUMBER)},
-    "trained.jsonl": {
-        "instance_id": (str, None),
-        "rollouts": {str: (*_NUMBER, None)},
-        "samples": [[str, str, int, {str: int}]],
-    },
+    "trained.jsonl": _TRAINED,
     "groups.jsonl": _GROUP,
     "rollouts.jsonl": _KEPT,
 }

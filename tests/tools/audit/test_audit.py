@@ -17,6 +17,7 @@ import pytest
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.main import main
 from agl_slime.report.audit import audit
+from agl_slime.report.audit.records import SHAPES, misfit
 from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import needs_torch, run_of
@@ -51,6 +52,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A copy of the synchronous run."""
     return shutil.copytree(runs["serial"], tmp_path / "run")
+
+
+def test_a_batch_whose_tasks_have_no_names_has_the_shape_of_one() -> None:
+    line = {"iteration": 1, "instance_id": None, "rollouts": {"a": None}, "samples": [["a", "0f", 3, {"1": 3}]]}
+    assert misfit(line, SHAPES["trained.jsonl"], strict=True) == ""
 
 
 def test_the_files_of_a_run_agree(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
