@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
-import logging
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agl_slime
-from agl_slime.cli.main import _configure_logging
 from agl_slime.events import RolloutFinished, RunStarted, Warning
 from agl_slime.report import ProgressReporter
 from agl_slime.report.summary import show
-from agl_slime.support.terminal import PlainConsole, log_to_stderr, plain, print_exception, print_line
+from agl_slime.support.terminal import PlainConsole, plain, print_exception, print_line
 
 ATTACKS = ("\x1b[2J", "\x1b]0;owned\x07", "\x9b31m", "\x1b[8mhidden", "\rreward: 1", "\u202egnp.exe", "\x08" * 9)
 TEXTS = st.lists(st.sampled_from(ATTACKS) | st.text() | st.characters(max_codepoint=0xA0), min_size=1).map("".join)
@@ -35,29 +34,10 @@ def without_effect(text: str) -> bool:
     return not re.search("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", allowed)
 
 
-def log(text: str) -> None:
-    try:
-        raise KeyError(text)
-    except KeyError:
-        logging.getLogger("agl_slime.x").warning("%s", text, exc_info=True)
-
-
-@pytest.mark.usefixtures("logging_unchanged")
-@pytest.mark.parametrize("text", ATTACKS)
-def test_logs_and_their_tracebacks_do_not_act_on_the_terminal(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = io.StringIO()
-    _configure_logging(PlainConsole(file=out), debug=True)
-    log(text)
-    logging.getLogger().handlers = []
-    log_to_stderr(logging.WARNING, "%(message)s")
-    log(text)
-    for shown in (out.getvalue(), capsys.readouterr().err):
-        assert "KeyError" in shown
-        assert without_effect(shown)
-
-
 @given(TEXTS)
 def test_no_way_to_print_lets_a_text_act_on_the_terminal(text: str) -> None:
+    assert (plain(text) == text) == without_effect(text)
+    assert plain(plain(text)) == plain(text)
     out, screen = io.StringIO(), io.StringIO()
     console = PlainConsole(file=screen, force_terminal=True, color_system=None, width=60)
     print_line(text, to=out)
@@ -81,32 +61,33 @@ def test_no_way_to_print_lets_a_text_act_on_the_terminal(text: str) -> None:
     assert without_effect(CURSOR.sub("", screen.getvalue()))
 
 
-@given(TEXTS)
-def test_letters_of_a_text_are_shown_as_they_are(text: str) -> None:
-    assert (plain(text) == text) == without_effect(text)
-    assert plain(plain(text)) == plain(text)
-
-
 PROGRAM = r"""
-import logging, sys, threading, warnings
-from agl_slime.support.terminal import print_plainly
+import logging, threading, warnings
+from agl_slime.cli.main import _configure_logging
+from agl_slime.support.terminal import PlainConsole, log_to_stderr, print_plainly
 class Dies:
     def __del__(self): raise ValueError("\x1b[2J of an object")
+def fail(where): raise ValueError(f"\x1b[2J of a {where}")
 print_plainly()
 warnings.warn("\x1b[2J of a warning")
-logging.getLogger("x").warning("\x1b[2J of a message")
+_configure_logging(PlainConsole(stderr=True), debug=True)
+for _ in range(2):
+    try: fail("cause")
+    except ValueError: logging.getLogger("agl_slime.x").exception("\x1b[2J of a message")
+    logging.getLogger().handlers = []
+    log_to_stderr(logging.WARNING, "%(message)s")
 Dies()
-def fail(where): raise ValueError(f"\x1b[2J of a {where}")
 thread = threading.Thread(target=fail, args=("thread",)); thread.start(); thread.join()
 fail("program")
 """
 
 
-def test_a_process_prints_warnings_and_uncaught_exceptions_plainly() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+def test_a_process_logs_and_prints_warnings_and_exceptions_plainly() -> None:
+    environment = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
-    for what in ("n object", " warning", " message", " thread", " program"):
-        assert f"\\x1b[2J of a{what}" in done.stderr
+    for what in ("n object", " warning", " message", " cause", " thread", " program"):
+        assert done.stderr.count(f"\\x1b[2J of a{what}") == 1 + (what in (" message", " cause")), done.stderr
     assert without_effect(done.stderr)
 
 

@@ -18,7 +18,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from tests.harness.environments import env_python
-from tests.harness.gateway import TEMPLATE
+from tests.harness.gateway import TEMPLATE, engine_saying
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
@@ -37,23 +37,13 @@ def answering_engine(directory: Path, answer: Callable[[str], str], log: dict[st
     tokenizer."""
     tokenizer: Any = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(directory)
-    begun: dict[tuple[int, ...], tuple[list[int], int]] = {}
 
-    def next_id(ids: Sequence[int]) -> int:
-        sampled, position = begun.pop(tuple(ids), ([], 0))
-        if not sampled:
-            prompt = tokenizer.decode(list(ids))
-            text = tokenizer.encode(answer(prompt), add_special_tokens=False)
-            sampled = log[prompt] = [*text, tokenizer.eos_token_id]
-        begun[(*ids, sampled[position])] = (sampled, position + 1)
-        return sampled[position]
+    def say(prompt: str) -> str:
+        text = answer(prompt)
+        log[prompt] = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        return text
 
-    return ScriptedEngine(
-        vocab_size=len(tokenizer),
-        eos_id=tokenizer.eos_token_id,
-        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        next_id=next_id,
-    )
+    return engine_saying(tokenizer, say)
 
 
 def load(name: str, **settings: Any) -> Environment:

@@ -135,10 +135,6 @@ class Abort(GenerationFault):
     """The engine aborts the generation; with 0 tokens it was "aborted in the queue"."""
 
 
-class BreakOff(GenerationFault):
-    """The connection of a stream breaks."""
-
-
 @dataclass(frozen=True)
 class NewVersion(GenerationFault):
     """The next token, and every later request, is sampled with the weights of ``version``."""

@@ -110,16 +110,21 @@ def serving(
         yield Case(gateway, engine, attempt, served["main_llm"], tokenizer, served, spans)  # type: ignore[arg-type]
 
 
-def engine_saying(tokenizer: Any, answers: Sequence[str | list[int]], **options: Any) -> ScriptedEngine:
-    """An engine that gives each new prompt the next of ``answers``, texts or token ids, and the end token; the last
-    answer repeats. A prompt that ends within an answer gets the rest of it."""
+def engine_saying(
+    tokenizer: Any, answers: Sequence[str | list[int]] | Callable[[str], str], **options: Any
+) -> ScriptedEngine:
+    """An engine that gives each new prompt the next of ``answers``, texts or token ids, or their result for it, and the
+    end token; the last answer repeats. A prompt that ends within an answer gets the rest of it."""
     partial: dict[int, tuple[list[int], int]] = {}  # by the hash of prompt and partial answer: the answer, its length
-    pending = list(answers)
+    pending = [] if callable(answers) else list(answers)
 
     def next_id(ids: Sequence[int]) -> int:
         answer, n = partial.get(hash(tuple(ids)), ([], 0))
         if not answer:
-            new = pending.pop(0) if pending else answers[-1]
+            if callable(answers):
+                new = answers(tokenizer.decode(list(ids)))
+            else:
+                new = pending.pop(0) if pending else answers[-1]
             new_ids = tokenizer.encode(new, add_special_tokens=False) if isinstance(new, str) else new
             answer = [*new_ids, tokenizer.eos_token_id]
         if n + 1 < len(answer):

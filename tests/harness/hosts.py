@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
-from typing import Any
 
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.errors import ConfigError
-from tests.harness.namespaces import INTERFACE, Host, Network, Process, why_no_namespaces
+from tests.harness.namespaces import Host, Network, Process, why_no_namespaces
 from tests.harness.waiting import becomes_true
 
 ROOT = Path(__file__).parents[2]
@@ -77,24 +75,3 @@ def wait_for_lost_packets(host: Host, *peers: Host) -> None:
         return any(int(times) >= 4 for text in sockets for times in re.findall(r"backoff:(\d+)", text))
 
     assert becomes_true(lost, 120)
-
-
-class SlowHost(Host):
-    """A host behind a link that delays each packet by ``delay_s`` in either direction; a process does so, because
-    not every kernel has ``netem``."""
-
-    def __init__(self, *, delay_s: float, **options: Any) -> None:
-        self._delay_s = delay_s
-        super().__init__(**options)
-
-    def _plug_in(self) -> None:
-        program = [sys.executable, str(ROOT / "tests" / "programs" / "slow_link.py"), self._port, str(self._delay_s)]
-        command = [*self._switch.enter("net"), *program]
-        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert relay.stdin is not None
-        assert relay.stdout is not None
-        self._stack.callback(relay.communicate)  # it ends with its standard input
-        if relay.stdout.readline() != "ready\n":
-            raise ConfigError("a link with a delay needs /dev/net/tun: load the kernel's module tun")
-        self._bridge("ip", "link", "set", "far", "netns", str(self._space.pid))
-        self.run(["ip", "link", "set", "far", "name", INTERFACE])

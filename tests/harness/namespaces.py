@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,8 @@ class _Namespaces:
 class Host:
     """One host of a ``Network``: addresses, commands, its cable and its power."""
 
-    def __init__(
-        self, *, name: str, number: int, network: Network, private: Sequence[str], address: str | None
-    ) -> None:
-        self.name, self.address, self.address6 = name, address or f"10.77.0.{number}", f"fd77::{number:x}"
+    def __init__(self, *, name: str, number: int, network: Network, private: Sequence[str]) -> None:
+        self.name, self.address, self.address6 = name, f"10.77.0.{number}", f"fd77::{number:x}"
         self._port, self._switch, self._stack = f"port{number}", network.switch, ExitStack()
         self._processes: list[Process] = []
         with network.hosts_file.open("a") as file:
@@ -122,7 +120,8 @@ class Host:
             arguments=[name, str(network.hosts_file), *private],
         )
         self._stack.callback(self._space.end)
-        self._plug_in()
+        peer = ["peer", "name", INTERFACE, "netns", str(self._space.pid)]
+        self._bridge("ip", "link", "add", self._port, "type", "veth", *peer)
         self._bridge("ip", "link", "set", self._port, "master", "bridge", "up")
         self.run(["sh", "-c", _ADDRESSES, "sh", self.address, self.address6])
 
@@ -162,11 +161,6 @@ class Host:
     def _bridge(self, *argv: str) -> None:
         subprocess.run([*self._switch.enter("net"), *argv], check=True, capture_output=True, timeout=30)
 
-    def _plug_in(self) -> None:
-        """Make the cable from the bridge to the host."""
-        peer = ["peer", "name", INTERFACE, "netns", str(self._space.pid)]
-        self._bridge("ip", "link", "add", self._port, "type", "veth", *peer)
-
 
 class Network:
     """A bridge, and the hosts that ``add`` connects to it; a context manager."""
@@ -188,17 +182,9 @@ class Network:
             host.kill()
         self._stack.close()
 
-    def add(
-        self,
-        name: str,
-        *,
-        private: Sequence[str] = ("/dev/shm",),
-        address: str | None = None,
-        kind: Callable[..., Host] = Host,
-    ) -> Host:
-        """A host of this name. Each directory in ``private`` is an empty one of the host; ``address`` is its IPv4
-        address, by default 10.77.0.1 and following ones."""
-        number = len(self.hosts) + 1
-        host = kind(name=name, number=number, network=self, private=private, address=address)
+    def add(self, name: str, *, private: Sequence[str] = ("/dev/shm",)) -> Host:
+        """A host of this name, 10.77.0.1 and following ones. Each directory in ``private`` is an empty one of the
+        host."""
+        host = Host(name=name, number=len(self.hosts) + 1, network=self, private=private)
         self.hosts[name] = host
         return host

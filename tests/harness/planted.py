@@ -1,10 +1,11 @@
 """Planted faults, and the tests that catch them.
 
 Each line of ``planted.jsonl`` is a fault: one line of the package, and a wrong one in its place. A fault is planted
-into a copy of the repository, where the tests that execute it run; the table lists the failed tests and their CPU time.
+into a copy of the repository, where the tests that execute it run; the table lists the failed tests and their seconds.
+With pytest-cov, which ``run`` needs too, the first command writes down in ``.coverage`` which test executes which line.
 
-    python -m tests.harness.planted lines lines.json                 # which test executes which line; needs coverage
-    python -m tests.harness.planted run lines.json --results results.jsonl [--room tokens] [--jobs 2]
+    python -m pytest -n 2 --cov=agl_slime --cov-context=test --cov-report=
+    python -m tests.harness.planted run results.jsonl [--room tokens] [--jobs 2]
     python -m tests.harness.planted table results.jsonl              # Markdown
 
 For a line that only imports execute, the tests of its room run. A test that fails without any fault catches nothing.
@@ -16,30 +17,25 @@ import argparse
 import ast
 import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-
-import pytest
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("planted.jsonl")
 # the tests of a room that do not stand in tests/<room>
 FOLDERS = {"rehearse": "tools/rehearse"}
 TIME_LIMIT_S = 300.0
-MOST_TESTS, MOST_OTHER_TESTS, MOST_OTHER_FILES = 60, 30, 10  # of the fault's room, and of others
-# variables for the processes of tests, and a file beside the results
-_RESULTS, _LINES, _SELECTED = "AGL_SLIME_PLANTED_RESULTS", "AGL_SLIME_PLANTED_LINES", "selected.json"
+MOST_TESTS, MOST_OTHER_TESTS = 60, 30  # of the fault's room, and of others
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,10 @@ class Fault:
     def room(self) -> str:
         return Path(self.file).parts[1]
 
+    @property
+    def folder(self) -> str:
+        return f"tests/{FOLDERS.get(self.room, self.room)}/"
+
     def line_in(self, source: str) -> int:
         """The index of the line. Raises ``ValueError`` where the source has none."""
         places = [index for index, line in enumerate(source.splitlines()) if line.strip() == self.before]
@@ -76,7 +76,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """A run of the tests of a fault: the failed ones with their CPU seconds. ``error``: the run gave no result."""
+    """A run of the tests of a fault: the failed ones with their seconds. ``error``: the run gave no result."""
 
     fault: dict[str, Any]
     failed: dict[str, float] = field(default_factory=dict)
@@ -84,97 +84,11 @@ class Outcome:
     error: str = ""
 
 
-# -- in the process of the tests --------------------------------------------------------------------------------------
-
-
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-class _Recorder:
-    """A pytest plugin that runs the tests named in ``selected``, or all, and writes each one's outcome and CPU time as
-    a line of JSON."""
-
-    def __init__(self, results: str, selected: set[str]) -> None:
-        self._results, self._selected = results, selected
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._selected:
-            items[:] = [item for item in items if item.nodeid in self._selected]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._failed, begin = False, _cpu_seconds()
-        result = yield
-        line = {"test": item.nodeid, "failed": self._failed, "cpu": round(_cpu_seconds() - begin, 3)}
-        with open(self._results, "a") as lines:
-            lines.write(json.dumps(line) + "\n")
-        return result
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._failed = self._failed or report.failed
-
-
-class _LineRecorder:
-    """A pytest plugin that writes the lines of the package that each test executes, with coverage's contexts."""
-
-    def __init__(self, directory: str) -> None:
-        import coverage
-
-        data = str(Path(directory) / f"{os.getpid()}.coverage")
-        self._coverage = coverage.Coverage(data, source=["agl_slime"], config_file=False, messages=False)
-        self._coverage.start()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._coverage.switch_context(item.nodeid)
-        return (yield)
-
-    def pytest_sessionfinish(self) -> None:
-        self._coverage.stop()
-        self._coverage.save()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if results := os.environ.get(_RESULTS):
-        names = Path(results).with_name(_SELECTED)
-        selected = set(json.loads(names.read_text())) if names.exists() else set()
-        config.pluginmanager.register(_Recorder(results, selected))
-    elif directory := os.environ.get(_LINES):
-        config.pluginmanager.register(_LineRecorder(directory))
-
-
-# -- which tests execute a line ---------------------------------------------------------------------------------------
-
-
-def record_lines(out: Path) -> None:
-    """Run the default suite; write its tests, and per file and line the numbers of the tests that execute it, without
-    lines that only imports execute."""
-    from coverage import CoverageData
-
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.harness.planted"]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), _LINES: directory}, check=False)
-        lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        for path in Path(directory).glob("*.coverage*"):
-            data = CoverageData(str(path))
-            data.read()
-            for file in data.measured_files():
-                for number, contexts in data.contexts_by_lineno(file).items():
-                    lines[str(Path(file).relative_to(ROOT))][number].update(filter(None, contexts))
-    names = sorted({test for numbers in lines.values() for tests in numbers.values() for test in tests})
-    number_of = {name: number for number, name in enumerate(names)}
-    files = {
-        file: {line: sorted(number_of[test] for test in tests) for line, tests in numbers.items() if tests}
-        for file, numbers in lines.items()
-    }
-    out.write_text(json.dumps({"tests": names, "files": files}))
-
-
-def tests_of(fault: Fault, lines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def tests_of(fault: Fault) -> tuple[list[str], list[str]]:
     """Tests that execute the statement of the fault, evenly from the files of its room and of others, and the other
     tests that do; none where only imports execute it."""
+    from coverage import CoverageData
+
     source = (ROOT / fault.file).read_text()
     number = fault.line_in(source) + 1
     statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
@@ -182,112 +96,81 @@ def tests_of(fault: Fault, lines: Mapping[str, Any]) -> tuple[list[str], list[st
     innermost = max(around, key=lambda node: node.lineno)
     inner = [node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost]
     last = min(inner, default=(innermost.end_lineno or number) + 1)
-    executed = lines["files"].get(fault.file, {})
-    numbers = {test for line in range(innermost.lineno, max(last, number + 1)) for test in executed.get(str(line), [])}
+    data = CoverageData(str(ROOT / ".coverage"))
+    data.read()
+    executed = data.contexts_by_lineno(str(ROOT / fault.file))
+    contexts = {
+        context for line in range(innermost.lineno, max(last, number + 1)) for context in executed.get(line, [])
+    }
     by_file: dict[str, list[str]] = defaultdict(list)
-    for test in sorted(numbers):
-        by_file[lines["tests"][test].partition("::")[0]].append(lines["tests"][test])
-    own = [tests for file, tests in by_file.items() if file.startswith(folder_of(fault.room))]
-    others = [tests for file, tests in by_file.items() if not file.startswith(folder_of(fault.room))]
-    first = [*_evenly(own, MOST_TESTS), *_evenly(others[:MOST_OTHER_FILES], MOST_OTHER_TESTS)]
-    return first, sorted({test for tests in by_file.values() for test in tests} - {*first})
+    for test in sorted({context.rpartition("|")[0] for context in contexts if context}):  # "|run" and "|setup"
+        by_file[test.partition("::")[0]].append(test)
+    in_turn = [test for _, test in sorted(pair for tests in by_file.values() for pair in enumerate(tests))]
+    own = [test for test in in_turn if test.startswith(fault.folder)]
+    others = [test for test in in_turn if not test.startswith(fault.folder)]
+    return own[:MOST_TESTS] + others[:MOST_OTHER_TESTS], own[MOST_TESTS:] + others[MOST_OTHER_TESTS:]
 
 
-def folder_of(room: str) -> str:
-    return f"tests/{FOLDERS.get(room, room)}/"
-
-
-def _evenly(groups: Sequence[Sequence[str]], most: int) -> list[str]:
-    return [test for row in zip_longest(*groups) for test in row if test is not None][:most]
-
-
-# -- planting ---------------------------------------------------------------------------------------------------------
-
-
-def run_tests(root: Path, fault: Fault, tests: Sequence[str], *, planted: bool) -> Outcome:
+def run_tests(root: Path, fault: Fault, tests: Sequence[str], *options: str) -> Outcome:
     """``tests``, or all of the fault's room, in the copy at ``root``, in a process group that ends with them."""
-    outcome = Outcome(fault={**asdict(fault), "planted": planted})
-    directory = root.parent / "results"
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    (directory / _SELECTED).write_text(json.dumps([*tests]))
-    files = sorted({test.partition("::")[0] for test in tests}) or [folder_of(fault.room)]
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "tests.harness.planted"]
-    environment = {**os.environ, "PYTHONPATH": str(root), _RESULTS: str(directory / "tests"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "-p", "no:cacheprovider", *files],
-        cwd=root,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    output = b""
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        outcome.error = f"the tests did not end within {TIME_LIMIT_S:g} s"
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                break
-        process.wait()
-    results = directory / "tests"
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    outcome.failed = {row["test"]: row["cpu"] for row in rows if row["failed"]}
-    outcome.passed = sum(not row["failed"] for row in rows)
-    if not rows and not outcome.error:
-        outcome.error = output.decode(errors="replace")[-500:]
+    outcome = Outcome(fault=asdict(fault))
+    names, report = root.with_suffix(".tests"), root.with_suffix(".xml")
+    names.write_text("\n".join(tests or [fault.folder]))
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1", f"@{names}"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*command, *options], cwd=root, env=environment, start_new_session=True, **output) as process:
+        try:
+            outcome.error = process.communicate(timeout=TIME_LIMIT_S)[0][-500:]
+        except subprocess.TimeoutExpired:
+            outcome.error = f"the tests did not end within {TIME_LIMIT_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcome.error = ""
+            if case.find("failure") is None and case.find("error") is None:
+                outcome.passed += 1
+            else:
+                outcome.failed[f"{case.get('file')}::{case.get('name')}"] = float(case.get("time", 0))
     return outcome
 
 
-def run_all(faults: Sequence[Fault], lines: Mapping[str, Any], *, jobs: int, results: Path) -> None:
+def run_all(faults: Sequence[Fault], *, jobs: int, results: Path) -> None:
     """Run the tests with each fault, and the failed ones again without; a line of JSON per fault, as it ends."""
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = [{key: value for key, value in row["fault"].items() if key != "planted"} for row in rows]
-    copies = [Path(tempfile.mkdtemp(prefix="planted-")) / "repository" for _ in range(jobs)]
-    free = list(copies)
-    for copy in copies:
-        subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(copy)], check=True)
+    done = [row["fault"] for row in rows]
 
     def run_one(fault: Fault) -> None:
         root = free.pop()
-        try:
-            fault.plant(root)
-            first, others = tests_of(fault, lines)
-            outcome = run_tests(root, fault, first, planted=True)
-            if others and not outcome.failed and not outcome.error:  # no false "caught by none"
-                outcome = run_tests(root, fault, others, planted=True)
-            subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
-            if outcome.failed:
-                flaky = run_tests(root, fault, sorted(outcome.failed), planted=False).failed
-                outcome.failed = {test: cpu for test, cpu in outcome.failed.items() if test not in flaky}
-        finally:
-            subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
-            free.append(root)
+        first, others = tests_of(fault)
+        fault.plant(root)
+        outcome = run_tests(root, fault, first)
+        if others and not outcome.failed and not outcome.error:  # no false "caught by none"
+            outcome = run_tests(root, fault, first := others)
+        subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
+        if outcome.failed:
+            flaky = run_tests(root, fault, first, "--lf").failed
+            outcome.failed = {test: seconds for test, seconds in outcome.failed.items() if test not in flaky}
+        free.append(root)
         with results.open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         caught = outcome.error.strip().splitlines()[-1:] or [f"{len(outcome.failed)} failed, {outcome.passed} passed"]
         print(f"{fault.file}: {fault.before}: {caught[0]}", flush=True)
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(run_one, (fault for fault in faults if asdict(fault) not in done)))
-    finally:
-        for copy in copies:
-            shutil.rmtree(copy.parent, ignore_errors=True)
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
+    with tempfile.TemporaryDirectory(prefix="planted-") as directory, ThreadPoolExecutor(jobs) as pool:
+        free = [Path(directory) / str(number) for number in range(jobs)]
+        for copy in free:
+            subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(copy)], check=True)
+        list(pool.map(run_one, (fault for fault in faults if asdict(fault) not in done)))
 
 
 def table(results: Path) -> str:
-    """Fault x tests that catch it x their CPU seconds, and a summary per invariant."""
-    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    """Fault x tests that catch it x their seconds, and a summary per invariant."""
     rows, counts, invariants = [], Counter[str](), defaultdict[int, list[int]](list)
-    for run in runs:
+    for run in (json.loads(line) for line in results.read_text().splitlines()):
         fault, tests = run["fault"], run["failed"]
         caught = len(tests) or int(bool(run["error"]))
         counts["uncaught" if not caught else "once" if caught == 1 else "more"] += 1
@@ -300,7 +183,7 @@ def table(results: Path) -> str:
             f"| {place.replace('|', chr(92) + '|')} | {fault['by']} | {fault['invariant'] or ''} | "
             f"{caught} | {sum(tests.values()):.1f} | {names or run['error'][-80:]} |".replace("\n", " ")
         )
-    head = "| fault | by | invariant | tests | CPU s | the cheapest tests that catch it |\n|---|---|---|---|---|---|\n"
+    head = "| fault | by | invariant | tests | s | the cheapest tests that catch it |\n|---|---|---|---|---|---|\n"
     lines = [
         f"{sum(counts.values())} faults: {counts['more']} caught by several tests, {counts['once']} by one, "
         f"{counts['uncaught']} by none."
@@ -313,23 +196,17 @@ def table(results: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("lines", type=Path)
-    running.add_argument("--room", action="append", default=[])
-    running.add_argument("--jobs", type=int, default=2)
-    running.add_argument("--results", type=Path, required=True, help="a run that was cut continues with this file")
-    commands.add_parser("table").add_argument("results", type=Path)
-    commands.add_parser("lines").add_argument("out", type=Path)
+    parser.add_argument("command", choices=["run", "table"])
+    parser.add_argument("results", type=Path, help="a run that was cut continues with this file")
+    parser.add_argument("--room", action="append", default=[])
+    parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     if options.command == "table":
         print(table(options.results))
-    elif options.command == "lines":
-        record_lines(options.out)
     else:
         faults = [Fault(**json.loads(line)) for line in FAULTS.read_text().splitlines()]
         chosen = [fault for fault in faults if not options.room or fault.room in options.room]
-        run_all(chosen, json.loads(options.lines.read_text()), jobs=options.jobs, results=options.results)
+        run_all(chosen, jobs=options.jobs, results=options.results)
     return 0
 
 

@@ -42,7 +42,6 @@ from agl_slime.tokens.codec import shared_length
 from tests.harness.engine_faults import (
     PIECES,
     Abort,
-    BreakOff,
     Fault,
     GenerationFault,
     NewVersion,
@@ -75,7 +74,6 @@ class ScriptedEngine:
     eos_id: int | None = None  # ends a generation
     lists_versions: bool = True  # answers ``weight_versions`` as newer servers do, else only ``weight_version``
     workers: Sequence[str] | None = None  # URLs; with them it answers as a router: ``/workers``, and 404
-    cached_answers: int = 1  # prompts with answers that are kept, for ``cached_tokens``
     next_id: Callable[[Sequence[int]], int] | None = None  # as ``log_prob``, a function of all ids so far
     deterministic: bool = False  # as with --enable-deterministic-inference the request's seed decides, 42 by default
     log_prob: Callable[[Sequence[int]], float] = log_prob_of
@@ -88,13 +86,11 @@ class ScriptedEngine:
         self.received: list[Received] = []
         self.log: list[str] = []
         """Paths of the control calls (everything but /generate) in order of arrival."""
-        self.most_running = 0
-        """The most requests that were being sampled at one time."""
         self._scripts: dict[str, deque[Fault]] = {}
         self._always: dict[str, Fault] = {}
         self._requests: dict[str, Running] = {}
         self._waiting: set[str] = set()
-        self._ended: deque[tuple[int, ...]] = deque(maxlen=self.cached_answers)
+        self._ended: deque[tuple[int, ...]] = deque(maxlen=1)
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._paused, self._pause_mode = False, ""
@@ -109,13 +105,6 @@ class ScriptedEngine:
     def running(self) -> int:
         """Requests between arrival and answer, without requests that a pause queues."""
         return len(self._requests) - len(self._waiting)
-
-    @property
-    def connections(self) -> int:
-        """Open TCP connections."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        return len(self._runner.server.connections)
 
     @property
     def paused(self) -> bool:
@@ -146,11 +135,6 @@ class ScriptedEngine:
         """Wait until no request is running or queued."""
         async with self._arrival:
             await self._arrival.wait_for(lambda: not self._requests)
-
-    async def disconnected(self) -> None:
-        """Wait until no client is connected."""
-        while self.connections:  # noqa: ASYNC110 - aiohttp's server has no event for the end of a connection
-            await asyncio.sleep(0.005)
 
     def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
         """The ids of an uninterrupted generation of ``n`` tokens, without stops."""
@@ -238,7 +222,6 @@ class ScriptedEngine:
                 self._waiting.add(rid)
                 await self._resumed()
                 self._waiting.discard(rid)
-            self.most_running = max(self.most_running, self.running)
             if self.latency_s:
                 await wait_for(running.aborted, self.latency_s)
             if payload.get("stream"):
@@ -257,8 +240,6 @@ class ScriptedEngine:
         await response.prepare(http)
 
         async def send(answer: dict[str, Any]) -> None:
-            if isinstance(fault, BreakOff) and len(answer["output_ids"]) > fault.n_tokens and http.transport:
-                http.transport.abort()
             await response.write(f"data: {json.dumps(answer)}\n\n".encode())
 
         running.on_token = send

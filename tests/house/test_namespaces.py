@@ -1,4 +1,4 @@
-"""Hosts in namespaces: names, addresses, a slow link, a cable that is unplugged, and the end of each."""
+"""Hosts in namespaces end with the process that made them; tests with the marker ``hosts`` use what else they do."""
 
 from __future__ import annotations
 
@@ -8,68 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.hosts import network
-from tests.harness.namespaces import Host, Network, Process, why_no_namespaces
+from tests.harness.namespaces import why_no_namespaces
 from tests.harness.waiting import becomes_true
-
-__all__ = ["network"]
 
 pytestmark = pytest.mark.hosts
 
 ROOT = Path(__file__).parents[2]
-
-ECHO = """
-import socket
-with socket.create_server(("::", 7000), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-    print("ready", flush=True)
-    while True:
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(connection.recv(100))
-"""
-ASK = """
-import socket, sys, time
-began = time.monotonic()
-try:
-    with socket.create_connection((sys.argv[1], 7000), timeout=2) as connection:
-        connection.sendall(b"hello")
-        assert connection.recv(100) == b"hello"
-        print(time.monotonic() - began)
-except OSError as error:
-    print(type(error).__name__)
-"""
-
-
-def echo(host: Host) -> Process:
-    process = host.start([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def ask(host: Host, address: str) -> str:
-    return host.run([sys.executable, "-c", ASK, address]).stdout.strip()
-
-
-def test_each_host_has_its_name_addresses_cable_and_power(network: Network) -> None:
-    first, second = network.add("first"), network.add("second")
-    assert first.run(["hostname"]).stdout == "first\n"
-    assert second.run(["sh", "-c", "ls -d /proc/[0-9]* | wc -l"]).stdout.strip() in ("2", "3", "4")
-    process = echo(second)
-    for address in ("second", second.address, second.address6):
-        assert float(ask(first, address)) < 2
-    second.cut()
-    assert ask(first, second.address) == "TimeoutError"
-    second.restore()
-    answers = [ask(first, second.address) for _ in range(2)]  # the first may still wait for the neighbour's old address
-    assert float(answers[1]) < 2
-    process.terminate()
-    assert process.wait(10) == -15  # SIGTERM reached the program itself
-    assert ask(first, second.address) == "ConnectionRefusedError"
-    process = echo(second)
-    second.kill()
-    assert process.returncode == -9
-    assert ask(first, second.address) in ("TimeoutError", "OSError")
 
 
 def test_nothing_outlives_the_process_that_made_the_hosts() -> None:

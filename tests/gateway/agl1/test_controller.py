@@ -142,22 +142,18 @@ def test_two_controllers_with_names_share_a_run(store: BridgeStore, tmp_path: Pa
 
 
 @NEEDS_TORCH
-def test_killed_controllers_and_agents_lose_and_repeat_no_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rollouts", "kills", "train_kills", "outside"), [(40, 4, 0, False), (64, 0, 2, False), (64, 0, 2, True)]
+)
+def test_killed_controllers_agents_and_runs_lose_and_repeat_no_rollout(
+    tmp_path: Path, rollouts: int, kills: int, train_kills: int, outside: bool
+) -> None:
+    """``outside``: the controller was started by hand and outlives the run; agents that it runs then are of no
+    rollout."""
     from tests.programs.kill_controller import run
 
-    result = run(tmp_path, rollouts=40, kills=4, seed=2, limit_s=300, batch=2)
+    options: dict[str, Any] = {"batch": 8 if train_kills else 2, "train_kills": train_kills, "outside": outside}
+    result = run(tmp_path, rollouts=rollouts, kills=kills, seed=2, limit_s=600, **options)
     assert result.wrong == []
-    assert sum(result.kills.values()) == 4
-    assert result.trained > 0
-
-
-@NEEDS_TORCH
-@pytest.mark.parametrize("outside", [False, True])
-def test_killed_run_resumes_with_the_same_or_another_controller(tmp_path: Path, outside: bool) -> None:
-    """``outside``: the controller was started by hand and lives on; agents that it runs then are of no rollout."""
-    from tests.programs.kill_controller import run
-
-    result = run(tmp_path, rollouts=64, kills=0, seed=2, limit_s=600, train_kills=2, outside=outside)
-    assert result.wrong == []
-    assert result.kills["train"] == 2
+    assert sum(result.kills.values()) == kills + train_kills
     assert result.trained > 0

@@ -146,7 +146,10 @@ def test_in_bfloat16_training_is_nearly_the_same_and_logits_are_exact(policy: Pa
         assert not torch.equal(logits, logits.bfloat16().float())
 
 
-def test_the_device_and_no_emulated_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_and_no_emulated_bfloat16(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cuda:99", "gpu"):
+        with pytest.raises(ConfigError, match=f"device is '{device}'"):
+            trainer(policy, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert torch_device("auto").type == "cpu"
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)

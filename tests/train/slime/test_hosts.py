@@ -1,6 +1,6 @@
-"""slime over seven hosts in namespaces: one host has the driver and the logical GPU, one the engine behind a slow link,
-and five share slime's manager with its router, its lock, its client of the engine and two runners. The engine's link is
-cut for a while, and a runner's host dies.
+"""slime over seven hosts in namespaces: one host has the driver and the logical GPU, one the engine, and five share
+slime's manager with its router, its lock, its client of the engine and two runners. The engine's link is cut for a
+while, and a runner's host dies.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from tests.harness.hosts import SlowHost, network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
 from tests.harness.namespaces import Host, Network, Process
 from tests.harness.slime_programs import REPOSITORY, environment, read_result, require_slime
 
@@ -92,7 +91,7 @@ def test_slimes_own_loop_over_hosts_that_fail(loop: str, network: Network, tmp_p
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     output = tmp_path / "output.txt"
     with cluster(network, root) as (driver, others, env):
-        far = network.add("far", kind=partial(SlowHost, delay_s=0.05))
+        far = network.add("far")
         words = (tmp_path, loop, STEPS, "hosts", start_engine(far))
         command = [sys.executable, "-m", "tests.programs.slime.loop", *map(str, words)]
         with output.open("wb") as file:
