@@ -1,7 +1,7 @@
 """Alarms of a run, each with evidence and advice: pure functions over the recorded metrics and groups.
 
-An alarm is raised once per kind (and per reason or tool), for the first iteration that shows it. The limits are rules
-of thumb, chosen so that a run that learns raises none.
+An alarm is raised once per kind (and per reason, tool or metric), for the first iteration that shows it. The limits are
+rules of thumb, chosen so that a run that learns raises none.
 """
 
 from __future__ import annotations
@@ -85,14 +85,22 @@ def find_alarms(metrics: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
     """The alarms of a run in the order of their iterations, from the lines of metrics.jsonl and groups.jsonl. Missing
     fields raise no alarm."""
     steps = _steps(metrics, groups)
-    return sorted((alarm for check in _CHECKS for alarm in check(steps)), key=lambda alarm: alarm.iteration)
+    return _once(sorted((alarm for check in _CHECKS for alarm in check(steps)), key=lambda alarm: alarm.iteration))
 
 
 def find_step_alarms(groups: Sequence[Mapping[str, Any]], *, best: float | None) -> list[Alarm]:
     """The alarms that a current run warns of, from the groups of one iteration: silent tools, broken tools, and
     identical answers that earn less than ``best``, the highest reward so far."""
     steps = _steps((), [{**group, "iteration": group["collected"]} for group in groups])
-    return [*silent_tools(steps), *broken_tools(steps), *alike(steps, best=best)]
+    return _once([*silent_tools(steps), *broken_tools(steps), *alike(steps, best=best)])
+
+
+def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
+    """The first alarm of each kind, subject and metric; the checks raise one for every iteration that shows it."""
+    first: dict[tuple[str, ...], Alarm] = {}
+    for alarm in alarms:
+        first.setdefault((alarm.kind, alarm.about, alarm.metric), alarm)
+    return [*first.values()]
 
 
 def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -109,7 +117,6 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
         advice = "easier or harder tasks, more rollouts per prompt (--n-samples-per-prompt), a reward with more steps,"
         advice += " or --drop-zero-variance, which replaces such groups"
         yield _alarm("zero variance", first, text, advice, metric="rollout/groups_zero_variance")
-        return
 
 
 def stalls(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -126,7 +133,6 @@ def stalls(steps: Sequence[_Step]) -> Iterator[Alarm]:
                     )
                     advice += " longer (--rollout-timeout, --group-timeout), or an engine that was restarted"
                 yield _alarm("stall", step, text, advice, metric=name)
-                break
 
 
 def abort_storms(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -137,7 +143,6 @@ def abort_storms(steps: Sequence[_Step]) -> Iterator[Alarm]:
             text = f"{share:.0%} of the rollouts were cancelled or aborted ({_reasons(step, _aborted)})"
             advice = "a longer --group-timeout or --rollout-timeout, fewer rollouts in flight (--max-concurrent)"
             yield _alarm("storm of aborts", step, text, f"{advice}, and the engine's log", rollout=example)
-            return
 
 
 def truncation(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -151,14 +156,12 @@ def truncation(steps: Sequence[_Step]) -> Iterator[Alarm]:
         text = f"{share(first):.0%} of the rollouts were cut off by a limit, {duration}"
         advice = "more --max-new-tokens or --max-turns, or a reward that does not pay for length"
         yield _alarm("truncation", first, text, advice, metric="rollout/truncated")
-        return
 
 
 def silent_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """Offered tools that no rollout called."""
     offered: Counter[str] = Counter()
     called: set[str] = set()
-    reported: set[str] = set()
     malformed = 0
     for step in steps:
         for group in step.groups:
@@ -167,24 +170,20 @@ def silent_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
             called |= set(tools.get("calls") or ())
             malformed += int(tools.get("malformed") or 0)
         for name, n in offered.items():
-            if n >= UNCALLED_ROLLOUTS and name not in called | reported:
-                reported.add(name)
+            if n >= UNCALLED_ROLLOUTS and name not in called:
                 text = f"tool {name!r} was never called in {n} rollouts; {malformed} calls could not be parsed"
                 advice = "compare the tool parser with the format that the model writes calls in, and say in the prompt"
                 yield _alarm("silent tool", step, text, f"{advice} when to call it", about=name)
 
 
 def broken_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """Tools of which nearly every call fails; one alarm per tool."""
-    reported: set[str] = set()
+    """Tools of which nearly every call fails."""
     for step in steps:
         for name, failed, calls, failure in _broken(step):
-            if name not in reported:
-                reported.add(name)
-                text = f"{failed} of {calls} calls of tool {name!r} failed: {failure}"
-                advice = "run the tool alone on this machine: the model sees the error as the tool's result, and is "
-                advice += "trained on it"
-                yield _alarm("broken tool", step, text, advice, about=name, metric=m.TOOL_ERRORS)
+            text = f"{failed} of {calls} calls of tool {name!r} failed: {failure}"
+            advice = "run the tool alone on this machine: the model sees the error as the tool's result, and is "
+            advice += "trained on it"
+            yield _alarm("broken tool", step, text, advice, about=name, metric=m.TOOL_ERRORS)
 
 
 def _broken(step: _Step) -> Iterator[tuple[str, int, int, str]]:
@@ -212,7 +211,6 @@ def alike(steps: Sequence[_Step], *, best: float | None = None) -> Iterator[Alar
             text = f"in {len(same)} of {len(improvable)} groups below the best reward all answers are token-identical"
             advice = "a higher --temperature, a lower --local.lr, a KL term (--local.kl-coef): the policy has collapsed"
             yield _alarm("answers alike", step, text, advice, rollout=str((same[0].get("rollouts") or [""])[0]))
-            return
 
 
 def kl_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -223,7 +221,6 @@ def kl_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
                 text = f"{name} is {value:.3g} where {before:.2g} was usual"
                 advice = "a lower --local.lr, fewer --local.epochs, a smaller --local.grad-clip"
                 yield _alarm("KL jump", step, text, advice, metric=name)
-                break
 
 
 def wrong_logprobs(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -236,7 +233,6 @@ def wrong_logprobs(steps: Sequence[_Step]) -> Iterator[Alarm]:
             text += f" is {1 + ratio:.2g} at most"
             advice = "agl-slime autopsy RUN, which names the cause: lost weights, another temperature, shifted tokens"
             yield _alarm("wrong log-probs", step, text, advice, metric=m.LOGPROB_DIFF_MAX)
-            return
 
 
 def equal_rewards(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -267,22 +263,17 @@ def logprob_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
             advice = "colour the tokens of a rollout by the difference: all tokens suggest a lost weight update or"
             advice += " another temperature, some tokens a template or kernels that differ"
             yield _alarm("log-prob jump", step, text, advice, metric=name)
-            return
 
 
 def mismatches(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """Causes of a difference between engine and trainer that the run's autopsy named; one alarm per cause."""
-    reported: set[str] = set()
+    """Causes of a difference between engine and trainer that the run's autopsy named."""
     for step in steps:
         for name in step.metrics:
             prefix, _, cause = name.rpartition("/")
-            nats = number(step.metrics, name)
-            if prefix != m.AUTOPSY_CAUSE or nats is None or cause in reported:
-                continue
-            reported.add(cause)
-            text = f"{cause} explains {nats:.2g} nats per token of the difference between engine and trainer"
-            advice = "docs/autopsy.md on this cause; agl-slime autopsy RUN shows the worst tokens"
-            yield _alarm("mismatch", step, text, advice, about=cause, metric=f"{m.AUTOPSY}/sampler")
+            if prefix == m.AUTOPSY_CAUSE and (nats := number(step.metrics, name)) is not None:
+                text = f"{cause} explains {nats:.2g} nats per token of the difference between engine and trainer"
+                advice = "docs/autopsy.md on this cause; agl-slime autopsy RUN shows the worst tokens"
+                yield _alarm("mismatch", step, text, advice, about=cause, metric=f"{m.AUTOPSY}/sampler")
 
 
 def length_bias(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -298,20 +289,15 @@ def length_bias(steps: Sequence[_Step]) -> Iterator[Alarm]:
         advice = "long rollouts fail, time out or are dropped more often, so that the policy learns to be short, or the"
         advice += " reverse: look at the reasons of dropped groups, and raise the limits"
         yield _alarm("length bias", first, text, advice, metric=m.TRAINED_TOKENS_MEAN)
-        return
 
 
 def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """Many failed rollouts in an iteration; one alarm per main reason."""
-    reported: set[str] = set()
+    """Many failed rollouts in an iteration, by the main reason."""
     for step in steps:
         share, _ = step.share(_failed)
         if share > FAILED_SHARE:
             reasons = Counter(reason for _, outcome, reason in step.members if _failed(("", outcome, reason)))
             main = reasons.most_common(1)[0][0]
-            if main in reported:
-                continue
-            reported.add(main)
             example = next(one for one, outcome, reason in step.members if reason == main and outcome == "failed")
             text = f"{share:.0%} of the rollouts failed ({_reasons(step, _failed)})"
             advice = f"open a rollout that failed with {main}: its message says where"
@@ -348,7 +334,6 @@ def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
             text = f"{n:.0f} requests of agents were refused (400 or 413), in {where} that were trained all the same"
             advice = "the runner's log, which has the first refusal of each kind; docs/any-agent.md lists supported"
             yield _alarm("refused requests", step, text, f"{advice} requests")
-            return
 
 
 def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -359,7 +344,6 @@ def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
             text = f"agents declare tools that a server would run ({', '.join(kinds)}), and were trained without them"
             advice = "give the agent tools that it runs itself, or remove these from its requests"
             yield _alarm("tools left out", step, text, f"{advice}; docs/any-agent.md lists supported requests")
-            return
 
 
 _CHECKS = (equal_rewards, wrong_logprobs, zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools)
