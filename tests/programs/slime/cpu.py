@@ -59,8 +59,6 @@ class CpuTrainActor(TrainRayActor):
 
     def _dump(self, rollout_id: int, data: dict[str, Any]) -> None:
         """The train data as slime's ``save_debug_train_data`` writes it, which asks Megatron for its ranks."""
-        from slime.observability.train_data_utils import _build_dump_payload, restore_context_parallel_fields_to_cpu
-
         masks = [torch.as_tensor(mask).bool() for mask in data["loss_masks"]]
         scores = self.trainer.scores
         assert scores is not None
@@ -68,11 +66,18 @@ class CpuTrainActor(TrainRayActor):
         for name, column in columns.items():
             for mask, values in zip(masks, getattr(scores, name), strict=True):
                 column.append(torch.zeros(len(mask)).masked_scatter(mask, torch.as_tensor(values)))
-        whole = restore_context_parallel_fields_to_cpu({**data, **columns}, lambda value, *_: value, keep_restored=True)
-        shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": whole}
+        whole = {**data, **columns}
+        try:
+            from slime.observability import train_data_utils as utils
+        except ModuleNotFoundError:  # v0.3.1
+            payload = {"rollout_id": rollout_id, "rank": 0, "rollout_data": whole}
+        else:
+            whole = utils.restore_context_parallel_fields_to_cpu(whole, lambda value, *_: value, keep_restored=True)
+            shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": whole}
+            payload = utils._build_dump_payload([shard], rollout_id=rollout_id, writer_rank=0)
         path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=0))
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(_build_dump_payload([shard], rollout_id=rollout_id, writer_rank=0), path)
+        torch.save(payload, path)
 
     def update_weights(self) -> None:
         # the group of actors then has every engine load this directory: pause, flush, update, continue
