@@ -49,7 +49,8 @@ class ServingCommand:
     """System messages after the first, if the chat template takes only one: in_place (a user's message, or the end of
     the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     token: str | None = None
-    """Token of clients; needed unless the address is loopback. AGL_SLIME_GATEWAY_TOKEN is the same."""
+    """Token of clients; needed unless the address is loopback. AGL_SLIME_GATEWAY_TOKEN is the same. A recorder without
+    one makes one, and prints it in its address."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     """Address, limits, and which answers are trained."""
 
@@ -83,7 +84,7 @@ class RecordCommand(ServingCommand):
     directory: Path = Path("recorded")
     """A directory for a file of each rollout; one process per directory."""
     idle_s: float = 3600.0
-    """Seconds without a request after which a rollout ends when another one begins."""
+    """Seconds without a request after which a rollout ends when it is read or another one begins."""
 
 
 async def _serve(command: GatewayCommand) -> None:
@@ -117,7 +118,8 @@ async def _record(command: RecordCommand) -> None:
         settings=command.gateway,
     )
     with sole_owner(command.directory), gateway:
-        print_line(f"recorder at {gateway.url}/rollouts")
+        shown = f"{gateway.url}/rollouts" if command.client_token() else gateway.rollouts_url
+        print_line(f"recorder at {shown}")
         await _until(ended, model=llm.model)
 
 

@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from agl_slime.errors import (
     AglSlimeError,
     ContextOverflowError,
+    DiskFullError,
     EngineRequestError,
     EngineServerError,
     EngineTimeoutError,
@@ -56,6 +57,8 @@ def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestErr
         return GatewayRequestError(str(error), status=504, code="engine_timeout")
     if isinstance(error, EngineUnreachableError):
         return GatewayRequestError(str(error), status=503, code="engine_unreachable")
+    if isinstance(error, DiskFullError):
+        return GatewayRequestError(str(error), status=503, code="disk_full")
     if isinstance(error, asyncio.CancelledError):
         return GatewayRequestError("the rollout ended during the request", status=410, code="rollout_ended")
     message = str(error) if isinstance(error, AglSlimeError) else f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ import orjson
 
 from agl_slime.errors import GatewayRequestError, RewardError, TraceError
 from agl_slime.support.agl_types import Rollout, Span
+from agl_slime.support.files import disk_full_as_error
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.converter import convert_rollout, untrained_turns
 from agl_slime.tokens.reward import UNNAMED, Reward, posted_reward, select_reward
@@ -44,13 +45,18 @@ class RolloutFile:
         return self.directory / f"{self.rollout_id}.jsonl"
 
     def create(self, *, task: Any, metadata: Mapping[str, Any], at: float) -> None:
-        """Write the first line. Raises ``FileExistsError``."""
-        with self.path.open("xb") as file:
-            file.write(_line({"rollout": {"task": task, "metadata": dict(metadata), "at": at}}))
+        """Write the first line. Raises ``FileExistsError``, and ``DiskFullError``, after which the name is free."""
+        with disk_full_as_error(self.path):
+            self.path.touch(exist_ok=False)
+            try:
+                self.append({"rollout": {"task": task, "metadata": dict(metadata), "at": at}})
+            except OSError:
+                self.path.unlink()
+                raise
 
     def append(self, *values: Mapping[str, Any]) -> None:
         """Append lines; after a torn line they begin a new one."""
-        with self.path.open("ab+") as file:
+        with disk_full_as_error(self.path), self.path.open("ab+") as file:
             torn = b""
             if file.tell() > 0:
                 file.seek(-1, 2)

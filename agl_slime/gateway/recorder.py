@@ -6,11 +6,16 @@ POST /rollouts                        a new rollout: {"rollout_id", "task", "met
 POST /rollouts/NAME/reward            {"reward": 1.0}, or numbers by name; the last one counts
 POST /rollouts/NAME/finish            ends it, also with {"reward": …}; later requests get 410
 GET  /rollouts/NAME?format=json       turns and Samples; other formats: agl_slime.gateway.formats
+
+The recorder's token, in ``/k/TOKEN`` or as API key, opens all of them; the secret that a new rollout's address has
+opens the protocols of that rollout only.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import secrets
 import threading
 import time
 import uuid
@@ -31,6 +36,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
+from agl_slime.support.net import same_secret
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.reward import UNNAMED
 
@@ -40,10 +46,12 @@ _SERVICE = re.compile(r"(?:/k/[^/]+)?/rollouts(?:/(?P<rollout>[^/]+)(?:/(?P<acti
 class RecordGateway(TokenGateway):
     """Serves ``llm`` under any rollout's name, and writes a file of each rollout to ``directory``.
 
-    Conversations of running rollouts are in memory; a rollout without a request for ``idle_s`` ends when another one
-    begins. After a restart the files can be read, and rollouts that ran get 410: their conversations are gone.
+    Conversations of running rollouts are in memory; a rollout without a request for ``idle_s`` ends, at the latest when
+    it is read or another one begins. After a restart the files can be read, and rollouts that ran get 410: their
+    conversations are gone. Without a ``token`` the recorder makes one.
     """
 
+    wrong_key = "the key is missing or wrong: send the recorder's token, or use the address that it printed"
     addresses = re.compile(
         r"(?:/k/(?P<secret>[^/]+))?(?:/rollouts/(?P<rollout>[^/]+))?(?:/role/(?P<role>[^/]+))?(?:/v1)*(?P<path>/.*)?",
         re.DOTALL,
@@ -60,31 +68,34 @@ class RecordGateway(TokenGateway):
         access: EngineAccess | None = None,
     ) -> None:
         super().__init__(token=token, settings=settings, access=access)
+        self._token = token or secrets.token_urlsafe(18)
         self._directory, self._llm, self._idle_s = directory, llm, idle_s
         self._last_request: dict[str, float] = {}  # of running rollouts, the longest idle first
         self._naming, self._reward_name = threading.Lock(), None
 
-    def endpoint(self, rollout_id: str) -> str:
-        """The base URL for the clients of a rollout; with the token, if there is one."""
-        key = f"/k/{self._token}" if self._token else ""
-        return f"{self.url}{key}/rollouts/{rollout_id}/v1"
+    @property
+    def rollouts_url(self) -> str:
+        """The address for the trainer, with the token."""
+        return f"{self.url}/k/{self._token}/rollouts"
 
     # -- the gateway's thread -----------------------------------------------------------------------------------------
 
     async def _find_attempt(self, request: web.Request, address: Address) -> Attempt:
-        self._check_token(request, address)
         # verifiers' clients send the rollout in a header, so that one base URL serves all
         if (rollout_id := address.get("rollout") or request.headers.get("X-Session-ID")) is None:
+            self._check_token(request, address)
             message = f"the address names no rollout: use {self.url}/rollouts/NAME/v1, or the header X-Session-ID"
             raise GatewayRequestError(message, status=404, code="unknown_rollout")
         if (attempt := self._attempts.get((rollout_id, ATTEMPT))) is None:
+            if self._file(rollout_id).path.exists():  # no key opens it
+                raise await self._gone(rollout_id)
+            self._check_token(request, address)
             if address.get("path") not in SERVED_PATHS:
                 message = f"{request.method} {request.path:.80} is not served, and there is no rollout {rollout_id:.80}"
                 raise GatewayRequestError(message, status=404, code="unknown_url")
-            try:
-                attempt = await self._begin(rollout_id, task=None, metadata={})
-            except FileExistsError:
-                raise await self._gone(rollout_id) from None
+            attempt = await self._begin(rollout_id, task=None, metadata={})
+        elif not any(same_secret(key, attempt.secret) for key in self._keys(request, address)):
+            self._check_token(request, address)
         self._last_request.pop(rollout_id, None)  # to the end of the order
         self._last_request[rollout_id] = time.monotonic()
         return attempt
@@ -100,15 +111,16 @@ class RecordGateway(TokenGateway):
         file = self._file(rollout_id)
         file.create(task=task, metadata=metadata, at=time.time())
         attempt = self._record(rollout_id, ATTEMPT, llm=self._llm, store=file)
-        for idle in self._idle():
-            await self._end(idle, "idle")
+        await self._end_idle()
         self._last_request[rollout_id] = time.monotonic()
         return attempt
 
-    def _idle(self) -> list[str]:
+    async def _end_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s
-        long_ago = takewhile(lambda entry: entry[1] <= oldest, self._last_request.items())
-        return [rollout_id for rollout_id, _ in long_ago if not self._attempts[rollout_id, ATTEMPT].running]
+        for rollout_id, _ in [*takewhile(lambda entry: entry[1] <= oldest, self._last_request.items())]:
+            attempt = self._attempts.get((rollout_id, ATTEMPT))
+            if self._last_request.get(rollout_id, math.inf) <= oldest and (attempt is None or not attempt.running):
+                await self._end(rollout_id, "idle")
 
     async def _end(self, rollout_id: str, reason: str) -> None:
         file, attempt = self._file(rollout_id), self._attempts.get((rollout_id, ATTEMPT))
@@ -137,6 +149,7 @@ class RecordGateway(TokenGateway):
         if not file.path.exists():
             raise GatewayRequestError(f"there is no rollout {file.rollout_id}", status=404, code="unknown_rollout")
         if match["action"] is None:
+            await self._end_idle()
             return await run_in_thread(partial(self._show, file, request.query.get("format", "json")))
         body = await _read_object(request)
         if "reward" in body or match["action"] == "reward":
@@ -152,11 +165,12 @@ class RecordGateway(TokenGateway):
         if not isinstance(metadata, dict):
             raise GatewayRequestError("metadata is no object: send names with values", param="metadata")
         try:
-            await self._begin(rollout_id, task=body.get("task"), metadata=metadata)
+            attempt = await self._begin(rollout_id, task=body.get("task"), metadata=metadata)
         except FileExistsError:
             message = f"there is a rollout {rollout_id}: take another name, or none"
             raise GatewayRequestError(message, status=409, code="rollout_exists", param="rollout_id") from None
-        content = {"rollout_id": rollout_id, "endpoint": self.endpoint(rollout_id), "api_key": self._token or "none"}
+        endpoint = f"{self.url}/k/{attempt.secret}/rollouts/{rollout_id}/v1"
+        content = {"rollout_id": rollout_id, "endpoint": endpoint, "api_key": attempt.secret}
         return json_response(content, status=201)
 
     def _keep_reward(self, file: RolloutFile, value: Any) -> None:

@@ -22,6 +22,8 @@ class TokenGateway(Gateway):
     """A gateway that others than its runner use: one ``token`` opens all addresses, in ``/k/TOKEN`` or as API key. It
     is optional on a loopback address. Raises ``ConfigError`` without one elsewhere."""
 
+    wrong_key = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
+
     def __init__(
         self, *, token: str | None, settings: GatewaySettings | None = None, access: EngineAccess | None = None
     ) -> None:
@@ -34,8 +36,7 @@ class TokenGateway(Gateway):
 
     def _check_token(self, request: web.Request, address: Address) -> None:
         if not self._is_authorized(request, address):
-            message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
-            raise GatewayRequestError(message, status=401, code="invalid_api_key")
+            raise GatewayRequestError(self.wrong_key, status=401, code="invalid_api_key")
 
     def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **more: Any) -> Attempt:
         """Begin an attempt whose spans go to ``store``."""

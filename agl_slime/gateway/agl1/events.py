@@ -3,7 +3,7 @@ a ``model_request`` event, any other event is stored whole in a span."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
@@ -11,6 +11,7 @@ from agl_slime.gateway.agl1.schemas import ATTEMPT, EventCreate, RewardData
 from agl_slime.support.agl_types import Span
 from agl_slime.support.http import json_bytes
 from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import untrained_turns
 from agl_slime.tokens.reward import REWARD_PREFIX, UNNAMED, reward_dimensions, split_missing
 from agl_slime.tokens.span_codec import decode_turns, is_packed, parse_json
 from agl_slime.tokens.turn import Turn
@@ -43,12 +44,17 @@ def events_of(
     rollout_id: str, spans: Sequence[Span], *, event_type: str | None = None, triplet: bool = False
 ) -> list[dict[str, Any]]:
     """The events of an attempt's ``spans``, in order. ``triplet`` trims them for a trainer: ids, log-probs, rewards,
-    and the last of several calls with the same prompt."""
-    turns = iter(decode_turns(spans))
-    events = []
+    answers that are trained, and the last of several posted calls with the same prompt."""
+    turns = decode_turns(spans)
+    untrained = untrained_turns(spans, turns) if triplet else ()
+    numbered, ours, events = iter(enumerate(turns)), set[int](), []
     for span in spans:
         if is_packed(span.attributes):
-            kind, data = "model_request", _model_request(next(turns), span.attributes, triplet=triplet)
+            number, turn = next(numbered)
+            if number in untrained:
+                continue
+            ours.add(len(events))
+            kind, data = "model_request", _model_request(turn, span.attributes, triplet=triplet)
         elif (event := _posted_event(span)) is not None:
             kind, data = event
             data = _trim(kind, data) if triplet else data
@@ -58,7 +64,7 @@ def events_of(
             at = span.end_time or span.start_time or 0.0
             ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
             events.append({"event_type": kind, **ids, "timestamp": at, "data": data})
-    return _last_of_each_prompt(events) if triplet else events
+    return _last_of_each_prompt(events, ours) if triplet else events
 
 
 def refused_call(path: str, refusal: GatewayRequestError, *, model: str) -> tuple[str, dict[str, Any]]:
@@ -144,15 +150,10 @@ def _token_ids(value: Any) -> list[int]:
     return value if isinstance(value, list) and all(type(token) is int for token in value) else []
 
 
-def _last_of_each_prompt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events without retried calls, as in 1.0; calls without a prompt stay."""
-    last: dict[tuple[int, ...], int] = {}
-    for place, event in enumerate(events):
-        if event["event_type"] == "model_request" and (ids := event["data"]["prompt_token_ids"]):
-            last[tuple(ids)] = place
-
-    def is_last(place: int, event: dict[str, Any]) -> bool:
-        ids = event["data"]["prompt_token_ids"] if event["event_type"] == "model_request" else []
-        return not ids or last[tuple(ids)] == place
-
-    return [event for place, event in enumerate(events) if is_last(place, event)]
+def _last_of_each_prompt(events: Sequence[dict[str, Any]], ours: Collection[int]) -> list[dict[str, Any]]:
+    """The events without retries among posted calls, as in 1.0. Calls without a prompt stay, and the gateway's own, at
+    the places ``ours``, in place of posted ones: their retries are untrained turns."""
+    calls = (event["data"] if event["event_type"] == "model_request" else {} for event in events)
+    prompts = [tuple(call.get("prompt_token_ids", ())) for call in calls]
+    last = {prompts[at]: at for at in sorted(range(len(events)), key=ours.__contains__) if prompts[at]}
+    return [event for at, event in enumerate(events) if at in ours or last.get(prompts[at], at) == at]

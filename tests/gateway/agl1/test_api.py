@@ -9,6 +9,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.gateway.protocols import events_of, user
 from tests.harness.agl1 import Api, serving_api
 from tests.harness.examples import drawn
 from tests.harness.stores import enqueue
+
+JSON = {"type": "json_object"}
 
 
 @pytest.fixture
@@ -424,6 +427,25 @@ def test_posted_calls_without_token_ids_stay_beside_each_other(api: Api) -> None
     triplets = [event["data"] for event in api.events(rollout, format="triplet")]
     for name in ("prompt_token_ids", "response_token_ids"):
         assert [triplet[name] for triplet in triplets] == [[], [], [], [], [], [1, 2], [], []]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_triplets_have_the_tokens_that_are_trained(api: Api, stream: bool) -> None:
+    """Each of several answers to a prompt; no judge's, no constrained one, no posted copy of a call."""
+    api.gateway.settings = replace(api.gateway.settings, untrained_models=("judge",), constraints="mask")
+    rollout, free = api.create(), {"model": "auto"}
+    for text, more in {"a": free, "b": {"n": 4}, "c": {"model": "judge"}, "d": {"response_format": JSON}}.items():
+        assert api.ask(rollout, messages=[user(text)], stream=stream, **more).status_code == 200
+    ids = api.events(rollout)[0]["data"]["response"]["prompt_token_ids"]
+    copy = {"response": {"prompt_token_ids": ids, "choices": [{"token_ids": [1]}]}}
+    post_event(api, rollout, {"event_type": "model_request", "data": copy})
+    calls = [event["data"] for event in api.events(rollout, format="triplet")]
+    api.reward(rollout, 1.0)
+    samples = succeed(api, rollout).samples
+    assert len(samples) == 5
+    tokens = sorted(call["prompt_token_ids"] + call["response_token_ids"] for call in calls)
+    assert tokens == sorted(sample.tokens for sample in samples)
+    assert sum(len(call["response_log_probs"]) for call in calls) == sum(sum(sample.loss_mask) for sample in samples)
 
 
 @pytest.mark.parametrize("odd", [{"batch_idx": "x"}, {"agl1.config": 7}, {"mine": {1, 2}}])

@@ -123,17 +123,12 @@ def test_entries_of_nemo_gym_are_the_trained_turns(recorded: RecordedRollout) ->
 
 
 @given(recorded=recorded_rollouts())
-def test_events_of_agent_lightning_have_the_turns_tokens(recorded: RecordedRollout) -> None:
-    turns = [
-        (
-            turn.prompt_ids.tolist(),
-            turn.response_ids.tolist(),
-            [] if turn.log_probs is None else turn.log_probs.tolist(),
-        )
-        for turn in recorded.turns()
-    ]
-    last = {tuple(prompt): index for index, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
+def test_events_of_agent_lightning_are_the_trained_turns(recorded: RecordedRollout) -> None:
     calls = [event for event in formatted(recorded, "triplet") if event["event_type"] == "model_request"]
     names = ("prompt_token_ids", "response_token_ids", "response_log_probs")
     triplets = [tuple(event["data"][name] for name in names) for event in calls]
-    assert triplets == [turns[index] for index in sorted(last.values())]
+    assert triplets == [
+        (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.log_probs.tolist())
+        for number, turn in enumerate(recorded.turns())
+        if number not in recorded.untrained() and turn.log_probs is not None
+    ]

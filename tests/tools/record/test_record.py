@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.main import main
+from agl_slime.gateway import recorded
 from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
 from agl_slime.gateway.recorder import RecordGateway
@@ -88,11 +91,11 @@ def prompts_of(engine: ScriptedEngine) -> list[list[int]]:
 
 def test_two_turns_with_a_tool_are_one_sample_of_the_engines_tokens(tmp_path: Path) -> None:
     with recording(tmp_path, CALL, "It is warm.") as (gateway, engine):
-        created = httpx.post(f"{gateway.url}/rollouts", json={"task": {"label": "warm"}, "metadata": {"group_id": "g"}})
+        created = httpx.post(gateway.rollouts_url, json={"task": {"label": "warm"}, "metadata": {"group_id": "g"}})
         assert created.status_code == 201
         about = created.json()
         ask_with_a_tool(about["endpoint"], return_token_ids=True)
-        address = f"{gateway.url}/rollouts/{about['rollout_id']}"
+        address = f"{gateway.rollouts_url}/{about['rollout_id']}"
         running = httpx.get(address).json()
         assert (running["status"], running["reward"], running["samples"][0]["reward"]) == ("running", None, None)
         assert httpx.post(f"{address}/finish", json={"reward": {"right": 1.0, "short": 0.25}}).status_code == 200
@@ -120,8 +123,8 @@ def test_two_turns_with_a_tool_are_one_sample_of_the_engines_tokens(tmp_path: Pa
 def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
     """The name stands in the path or, for clients with one base URL, in a header."""
     with recording(tmp_path, "Hi.") as (gateway, _):
-        ask(gateway.endpoint("mine"), HELLO)
-        address = f"{gateway.url}/rollouts/mine"
+        ask(f"{gateway.rollouts_url}/mine/v1", HELLO)
+        address = f"{gateway.rollouts_url}/mine"
         assert httpx.post(f"{address}/reward", json={"reward": 0.5}).status_code == 200
         [turn] = httpx.get(address).json()["turns"]
         [sample] = httpx.get(address, params={"format": "slime"}).json()
@@ -134,7 +137,8 @@ def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
             ({"X-Session-ID": "second/../third"}, 404),
         ):
             body = {"model": "m", "messages": HELLO}
-            answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+            base = gateway.rollouts_url.removesuffix("/rollouts")
+            answer = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers)
             assert answer.status_code == status
     assert (sample["reward"], sample["tokens"]) == (0.5, turn["prompt_token_ids"] + turn["token_ids"])
     assert event["data"]["response_token_ids"] == turn["token_ids"]
@@ -149,9 +153,8 @@ def test_the_guides_example_ends_with_a_rewarded_sample(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[3] / "docs" / "record.md").read_text()
     code = guide.split("```python\n")[1].split("```")[0]
     with recording(tmp_path, "It is 42.") as (gateway, _):
-        assert "http://127.0.0.1:PORT" in code
         variables: dict[str, Any] = {}
-        exec(code.replace("http://127.0.0.1:PORT", gateway.url), variables)
+        exec(code.replace("http://127.0.0.1:PORT/k/TOKEN/rollouts", gateway.rollouts_url), variables)
     [sample] = variables["samples"]
     assert (sample["reward"], sample["metadata"]["group_id"]) == (1.0, "g1")
 
@@ -162,16 +165,16 @@ def test_all_rollouts_of_a_directory_have_the_reward_of_one_name(tmp_path: Path)
     for n in (0, 2):
         with recording(tmp_path, "Hi.") as (gateway, _):
             if n:
-                assert httpx.post(f"{gateway.url}/rollouts", json={"rollout_id": "r0"}).status_code == 409
+                assert httpx.post(gateway.rollouts_url, json={"rollout_id": "r0"}).status_code == 409
             for number in (n, n + 1):
-                answer = httpx.post(f"{gateway.url}/rollouts", json={"rollout_id": f"r{number}"})
+                answer = httpx.post(gateway.rollouts_url, json={"rollout_id": f"r{number}"})
                 assert answer.status_code == 201
-                reward = f"{gateway.url}/rollouts/r{number}/reward"
+                reward = f"{gateway.rollouts_url}/r{number}/reward"
                 assert httpx.post(reward, json={"reward": posted[number]}).status_code == 200
                 if number:
                     refused = httpx.post(reward, json={"reward": {"acc": 1, "style": 2}})
                     assert (refused.status_code, "only acc, style" in refused.text) == (400, True)
-            kept = [httpx.get(f"{gateway.url}/rollouts/r{number}").json()["reward"] for number in range(n + 2)]
+            kept = [httpx.get(f"{gateway.rollouts_url}/r{number}").json()["reward"] for number in range(n + 2)]
     assert kept == [0.25, 0.5, -1, 2]
 
 
@@ -180,7 +183,7 @@ def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
         bare = f"{gateway.url}/rollouts"
         assert httpx.post(bare).status_code == 401
         http = httpx.Client(headers={"Authorization": "Bearer secret"})
-        assert http.post(bare, json={"rollout_id": "one"}).json()["endpoint"] == gateway.endpoint("one")
+        assert http.post(bare, json={"rollout_id": "one"}).status_code == 201
         assert http.post(bare, json={"rollout_id": "one"}).status_code == 409
         for body in ({"reward": None}, {"reward": "1"}, {"reward": True}, {"reward": {}}, {"reward": {"a": None}}, {}):
             refused = http.post(f"{bare}/one/reward", json=body)
@@ -195,6 +198,46 @@ def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
         ended = http.post(f"{bare}/one/v1/chat/completions", json={"messages": HELLO})
         assert (ended.status_code, ended.json()["error"]["code"]) == (410, "rollout_ended")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl"]
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_an_agents_secret_opens_model_calls_of_its_rollout_only(tmp_path: Path, token: str | None) -> None:
+    with recording(tmp_path, "Hi.", token=token) as (gateway, _):
+        mine, _ = [httpx.post(gateway.rollouts_url, json={"rollout_id": name}).json() for name in ("mine", "other")]
+        asked, secret = {"messages": HELLO, "model": "m"}, mine["api_key"]
+        by_key = {"Authorization": f"Bearer {secret}"}
+        for stream in (False, True):
+            ask_it = httpx.post(f"{mine['endpoint']}/chat/completions", json={**asked, "stream": stream})
+            assert ask_it.status_code == 200
+        calls = f"{gateway.url}/rollouts/mine/v1/chat/completions"
+        assert httpx.post(calls, json=asked, headers=by_key).status_code == 200
+        for key, headers in (("", by_key), (f"/k/{secret}", {}), ("", {}), ("/k/none", {})):
+            http = httpx.Client(base_url=f"{gateway.url}{key}", headers=headers)
+            for path in ("", "/mine/reward", "/mine/finish", "/other/v1/chat/completions", "/new/v1/chat/completions"):
+                assert http.post(f"/rollouts{path}", json={**asked, "reward": 1.0}).status_code == 401, path
+            session = {"X-Session-ID": "other"}
+            assert http.post("/v1/chat/completions", json=asked, headers=session).status_code == 401
+            assert [http.get(f"/rollouts/{name}").status_code for name in ("mine", "other", "new")] == [401] * 3
+        seen = [httpx.get(f"{gateway.rollouts_url}/{name}").json() for name in ("mine", "other")]
+        assert [(one["status"], one["reward"], len(one["turns"])) for one in seen] == [
+            ("running", None, 3),
+            ("running", None, 0),
+        ]
+        assert httpx.post(f"{gateway.rollouts_url}/mine/finish").status_code == 200
+        assert httpx.post(calls, json=asked, headers=by_key).status_code == 410
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_name_whose_creation_met_a_full_disk_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        with monkeypatch.context() as full:
+            full.setattr(recorded, "_line", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            by_name = f"{gateway.rollouts_url}/one/v1/chat/completions"
+            for url, body in ((gateway.rollouts_url, {"rollout_id": "one"}), (by_name, {"messages": HELLO})):
+                refused = httpx.post(url, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
+        assert not [*tmp_path.iterdir()]
+        assert httpx.post(gateway.rollouts_url, json={"rollout_id": "one"}).status_code == 201
 
 
 _NAMED = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(-1, 1), min_size=1)
@@ -248,8 +291,8 @@ def test_the_command_survives_a_kill_without_agent_lightning_and_torch(tmp_path:
             child.send_signal(signal.SIGTERM)
             assert child.wait(10) == 0
     # read where Agent Lightning is installed, it is the same
-    recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
-    assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
+    kept = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
+    assert {form: json.loads(json.dumps(FORMATS[form](kept))) for form in FORMATS} == {
         form: answer.json() for form, answer in answers.items()
     }
     [sample] = answers["slime"].json()
@@ -273,11 +316,11 @@ def turns_in_memory() -> int:
 
 def test_memory_is_of_open_rollouts_only_and_idle_ones_end(tmp_path: Path) -> None:
     with recording(tmp_path, "Hi.", idle_s=0.0) as (gateway, _):
-        ask(gateway.endpoint("r0"), HELLO)
+        ask(f"{gateway.rollouts_url}/r0/v1", HELLO)
         with_one = turns_in_memory()
         for number in range(1, 20):  # each ends the one before it
-            ask(gateway.endpoint(f"r{number}"), HELLO)
+            ask(f"{gateway.rollouts_url}/r{number}/v1", HELLO)
         assert turns_in_memory() == with_one > 0
-        rollout = httpx.get(f"{gateway.url}/rollouts/r7").json()
+        rollout = httpx.get(f"{gateway.rollouts_url}/r7").json()
         assert (rollout["finished"], len(rollout["turns"])) == ("idle", 1)
-        assert httpx.get(f"{gateway.url}/rollouts/r19").json()["status"] == "running"
+        assert httpx.get(f"{gateway.rollouts_url}/r19").json()["finished"] == "idle"  # nobody began another

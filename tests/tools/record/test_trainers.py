@@ -44,9 +44,10 @@ def rows_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_verifiers_training_client_gets_the_engines_ids(tmp_path: Path) -> None:
     small_tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
     with recording(tmp_path / "recorded", "It is 4.", "Yes.", "Again.") as (gateway, engine):
-        work = {"url": f"{gateway.url}/v1", "model": str(tmp_path / "model"), "session": "trace-1"}
+        url = gateway.rollouts_url.replace("/rollouts", "/v1")
+        work = {"url": url, "model": str(tmp_path / "model"), "session": "trace-1"}
         answer = ask_environment("recorder", stdin={**work, "questions": ["2 + 2?", "Is it?", "Sure?"]})
-        turns = read(f"{gateway.url}/rollouts/trace-1")["turns"]
+        turns = read(f"{gateway.rollouts_url}/trace-1")["turns"]
         assert [turn["prompt_token_ids"] for turn in turns] == prompts_of(engine)
         assert (answer["turns"], len(turns)) == (3, 3)
         trained = [
@@ -62,7 +63,7 @@ def test_verifiers_training_client_gets_the_engines_ids(tmp_path: Path) -> None:
 @pytest.mark.environments
 def test_verifiers_reads_a_recorded_trace_as_the_samples(tmp_path: Path) -> None:
     with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
-        played(url := f"{gateway.url}/rollouts/one")
+        played(url := f"{gateway.rollouts_url}/one")
         answer = ask_environment("recorder", stdin={"trace": read(url, "verifiers")})
         assert answer["samples"] == rows_of(read(url, "slime"))
         assert (answer["reward"], answer["turns"], answer["ok"]) == (1.0, 2, True)
