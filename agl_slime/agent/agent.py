@@ -179,9 +179,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             tools={} if session.tools is None else session.tools.objects,
         )
         reward = await call_user_code(self.score, task, trajectory)
-        _emit(reward, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
+        emit_named(reward, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
         for role, reward in stats.rewards.items():
-            _emit(reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role}))
+            emit_named(
+                reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role})
+            )
 
     async def aclose(self) -> None:
         """Close the connections. The runner calls it on its event loop when it ends."""
@@ -274,7 +276,8 @@ def _log_dropped_answer() -> None:
     )
 
 
-def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:
+def emit_named(reward: Any, *, source: str, attributes: Mapping[str, Any]) -> None:
+    """Emit a number, or numbers by name, as a reward span. Raises ``RewardError``."""
     rewards, missing = split_missing(check_reward(reward, source=source))
     emit_reward(rewards, primary_key=next(iter(rewards)), attributes={**attributes, **missing})
 

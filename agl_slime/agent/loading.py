@@ -45,7 +45,7 @@ def only_agent(path: str) -> str:
     def is_agent(value: Any) -> bool:
         if isinstance(value, type):
             return issubclass(value, LitAgent) and value.__module__ == module.__name__
-        ours = inspect.isfunction(value) and value.__module__ == module.__name__
+        ours = callable(value) and getattr(value, "__module__", "") in (module.__name__, functools.__name__)
         return isinstance(value, LitAgent) or (ours and [*inspect.signature(value).parameters][:2] == ["task", "llm"])
 
     names = sorted(name for name, value in vars(module).items() if is_agent(value))
@@ -56,7 +56,8 @@ def only_agent(path: str) -> str:
 
 def load_agent(path: str) -> Any:
     """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, the agent object of
-    that name (as ``@agl.rollout`` makes), or a function ``(task, llm)`` as such an object. Objects and functions take
+    that name (as ``@agl.rollout`` makes), or a function ``(task, llm)``, also a ``functools.partial`` or an object with
+    ``__call__``, as such an object. Objects and functions take
     ``make_task`` and ``demonstrations`` from their module. Modules are searched in the working directory too, as with
     ``python -m``.
 
@@ -73,11 +74,13 @@ def load_agent(path: str) -> Any:
     agent_class = getattr(module, name, None)
     if agent_class is None:
         raise unusable(f"{source} has no class or agent {name!r}; it has {_agents_of(module, LitAgent) or 'none'}")
-    if inspect.isfunction(agent_class):
+    if callable(agent_class) and not isinstance(agent_class, (type, LitAgent)) and not inspect.isbuiltin(agent_class):
+        call = agent_class.__call__  # a method of an object, which tells whether it is async
+        function: Any = call if inspect.ismethod(call) else agent_class
         try:
-            agent_class = _agent_of_function(agent_class)
+            agent_class = _agent_of_function(function)
         except NotImplementedError as error:
-            function = f"{name}{inspect.signature(agent_class)}"
+            function = f"{name}{inspect.signature(function)}"
             why = f"{function} is no agent; its parameters must be task and llm, perhaps rollout too"
             raise unusable(why) from error
     if isinstance(agent_class, LitAgent):

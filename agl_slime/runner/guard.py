@@ -12,12 +12,13 @@ import contextvars
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.agent.access import limits_of
-from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
+from agl_slime.agent.agent import emit_named
+from agl_slime.errors import RolloutError, RolloutTimeoutError
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, TraceStatus, emit_exception, get_active_tracer
@@ -97,8 +98,7 @@ class GuardedAgent:
                     work = getattr(agent, f"{method}_async")(*args)
                 else:
                     work = self.threads.run(getattr(agent, method), *args)
-                result = await self._with_time_limit(work, rollout)
-            check_result(result)
+                result = read_result(await self._with_time_limit(work, rollout))
         except Exception as error:
             reason = error.reason if isinstance(error, RolloutError) else type(error).__name__
             emit_exception(error, {FAILURE_REASON: reason})
@@ -214,13 +214,14 @@ def environment(resources: NamedResources) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check_result(result: Any) -> None:
-    """Raise ``RewardError`` unless ``result`` is ``None``, a finite number (the reward) or a list of spans."""
+def read_result(result: Any) -> Any:
+    """An agent's ``result`` as Agent Lightning takes it: a number as a float, ``None`` or a list of spans; rewards by
+    name are emitted. Raises ``RewardError``."""
     if result is None or isinstance(result, list):
-        return
-    if not isinstance(result, (int, float)):
-        raise RewardError(f"The agent returned {result!r}; expected a number (the reward), None or a list of spans.")
-    reward_number(result, "The agent returned")
+        return result
+    if isinstance(result, Mapping):
+        return emit_named(result, source="The agent", attributes={})
+    return reward_number(result, "The agent returned")
 
 
 # -- tasks that agents start -----------------------------------------------------------------------------------------

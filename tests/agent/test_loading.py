@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.agent.loading import load_agent
+from agl_slime.agent.loading import load_agent, only_agent
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, Rollout
 
@@ -46,6 +46,31 @@ instance = Good()
 
 def ask(question):
     return 1.0
+"""
+
+FUNCTIONS = """
+import functools
+
+demonstrations = "shown"
+
+def make_task(rng):
+    return {"n": rng.random()}
+
+class Asked:
+    __hash__ = None
+
+    def __init__(self, reward):
+        self.reward, self.rollout = reward, None
+
+    async def __call__(self, task, llm):
+        return self.reward
+
+async def answer(task, llm, *, weight=0.0):
+    return weight or 1.0
+
+weighted = functools.partial(answer, weight=1.0)
+asked = Asked(1.0)
+method = asked.__call__
 """
 
 
@@ -161,9 +186,12 @@ def test_agent_instance_of_a_module_is_reused_and_pickled_by_name(here: Path) ->
 
 
 async def test_a_function_of_task_and_llm_is_an_agent_with_its_modules_tasks(here: Path) -> None:
-    source = "async def answer(task, llm):\n    return 1.0\n\ndef make_task(rng):\n    return {'n': rng.random()}\n"
-    (here / "agent_function.py").write_text(f"{source}demonstrations = 'shown'\n")
-    for path in ("agent_function:answer", "agent_function.py:answer"):
+    (here / "agent_function.py").write_text(FUNCTIONS)
+    for name in ("asked", "weighted"):
+        (here / f"only_{name}.py").write_text(f"{FUNCTIONS}\n{name}_ = {name}\ndel answer, weighted, asked, method")
+        assert only_agent(f"only_{name}.py") == f"only_{name}.py:{name}_"
+    names = ("answer", "weighted", "asked", "method")
+    for path in ("agent_function.py:answer", *(f"agent_function:{name}" for name in names), "only_asked.py:asked_"):
         agent = reused(path)
         assert agent.make_task(random.Random(0)) == {"n": random.Random(0).random()}
         assert agent.demonstrations == "shown"

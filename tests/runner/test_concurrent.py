@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry import trace as otel
 
@@ -22,6 +23,7 @@ from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.reward import read_reward
 from tests.harness.stores import enqueue_inputs
 from tests.runner.function_agents import (
     RESOURCES,
@@ -101,7 +103,9 @@ async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() 
         (lambda _: float("nan"), "bad_reward", "nan"),
         (lambda _: float("inf"), "bad_reward", "inf"),
         (lambda _: 10**400, "bad_reward", ""),
-        (lambda _: {"reward": 1.0}, "bad_reward", "reward"),
+        (lambda _: {"reward": "1.0"}, "bad_reward", "The agent['reward'] returned '1.0'"),
+        (lambda _: {}, "bad_reward", "empty dict"),
+        (lambda _: np.array([1.0, 2.0]), "bad_reward", "not one number"),
     ],
 )
 async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: str, message: str) -> None:
@@ -111,6 +115,16 @@ async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: 
         stored_reason, stored_message = await reason_of(store, rollout)
         assert stored_reason == reason
         assert message in stored_message
+
+
+@pytest.mark.parametrize("kind", [FnAgent, SyncFnAgent])
+async def test_an_agent_returns_rewards_of_every_kind_that_a_class_may(kind: Any) -> None:
+    named = {"right": np.float32(0.5), "short": True, "style": None}
+    returned = [0.5, 1, True, np.float32(0.25), np.int64(-2), np.bool_(False), np.array([3.0]), named]
+    async with running(kind(lambda task: returned[task])) as store:
+        rewards = [read_reward(await spans_of(store, rollout)) for rollout in await finished(store, range(8))]
+    assert [reward.primary for reward in rewards] == [0.5, 1, 1, 0.25, -2, 0, 3, 0.5]
+    assert (rewards[-1].named, rewards[-1].missing) == ({"right": 0.5, "short": 1.0}, ("style",))
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
