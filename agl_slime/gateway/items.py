@@ -34,6 +34,7 @@ COMPACTION = (
 )
 _SUMMARY = "A summary of the conversation up to here:\n\n"
 _SUMMARY_MARK = "agl-slime:"
+_FERNET = "gAAAA"  # begins what OpenAI's servers encrypt
 # calls of server tools: the fields of arguments and of results
 _SERVER_CALLS = {
     "web_search_call": (("action",), ("results",)),
@@ -91,6 +92,8 @@ class Items:
             self._add_result(call_id or _call_of(item.get("id"), kept), self._output(item, kind, where))
         elif kind == "additional_tools":
             self._add("developer", definitions(self._declare(item, where)))
+        elif kind == "agent_message":
+            self._add("user", _between_agents(item, where))
         elif kind in ("compaction", "compaction_summary"):
             self.summary_index = len(self.messages)
             self._add("user", _SUMMARY + summary_of(item, where))
@@ -143,6 +146,22 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     if not isinstance(parts, list):
         raise GatewayRequestError(f"{where}.content must be a list of parts, got {parts!r:.80}", param=where)
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+
+
+def _between_agents(item: Mapping[str, Any], where: str) -> str:
+    """A message of one agent of Codex to another. Its ``encrypted_content`` is the text of the policy's call as it is:
+    only OpenAI's servers encrypt it."""
+    parts = given if isinstance(given := item.get("content"), list) else [given]
+    texts = [part.get("encrypted_content", part) if isinstance(part, Mapping) else part for part in parts]
+    text = text_of(texts, f"{where}.content", join="\n")
+    if any(isinstance(one, str) and one.startswith(_FERNET) for one in texts):
+        raise _made_elsewhere("an agent message", where)
+    return f"Message from {item.get('author')} to {item.get('recipient')}:\n\n{text}"
+
+
+def _made_elsewhere(what: str, where: str) -> GatewayRequestError:
+    message = f"{where}: the encrypted content of {what} could not be verified; another server made it"
+    return GatewayRequestError(message, code="invalid_encrypted_content", param=where)
 
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -216,8 +235,7 @@ def summary_of(item: Mapping[str, Any], where: str) -> str:
             raise ValueError(content)
         return base64.b64decode(content, altchars=b"-_", validate=True).decode()
     except ValueError:
-        message = f"{where}: the encrypted content of a compaction item could not be verified; another server made it"
-        raise GatewayRequestError(message, code="invalid_encrypted_content", param=where) from None
+        raise _made_elsewhere("a compaction item", where) from None
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------

@@ -211,10 +211,31 @@ def test_a_summary_of_a_summary_leaves_the_first_out() -> None:
         trained_once(case.turns, case.segments)
 
 
-def test_a_summary_that_another_server_made_is_refused() -> None:
+def agent_message(*content: Any) -> dict[str, Any]:
+    return {"type": "agent_message", "author": "/root", "recipient": "/root/work", "content": [*content]}
+
+
+@STREAMED
+def test_messages_between_agents_are_read_as_a_users(streamed: bool) -> None:
+    """Codex has the text that the policy gave a tool as encrypted content."""
+    task, more = {"type": "input_text", "text": "Count."}, {"type": "encrypted_content", "encrypted_content": "Again."}
+    with serving("One.", "Two.") as case:
+        talk = Talk(case, "responses")
+        talk.ask(agent_message(task, {"type": "input_text", "text": "To one."}))
+        body = body_of("responses", [*talk.history, agent_message(more)], stream=streamed)
+        assert "Two." in httpx.post(f"{case.llm.endpoint}/responses", json=body).text
+        for text in ("Count.\nTo one.", "Again."):
+            assert f"user\nMessage from /root to /root/work:\n\n{text}<|im_end|>" in prompts(case)[1]
+        for odd in (None, 5, {"a": 1}, {"type": "encrypted_content", "encrypted_content": 5}):
+            assert "content" in post(case, "responses", status=400, input=[agent_message(odd)])["error"]["message"]
+        one_sample(case)
+
+
+def test_what_another_server_encrypted_is_refused() -> None:
     with serving("ok") as case:
-        for content in ("gAAAAB", "agl-slime:%%%", "x agl-slime:eA==", None, 5):
-            item = {"type": "compaction", "encrypted_content": content}
+        contents = ("gAAAAB", "agl-slime:%%%", "x agl-slime:eA==", None, 5)
+        summaries = [{"type": "compaction", "encrypted_content": content} for content in contents]
+        for item in (*summaries, agent_message({"type": "encrypted_content", "encrypted_content": "gAAAAAB"})):
             error = post(case, "responses", status=400, input=[item, user("x")])["error"]
             assert "could not be verified" in error["message"]
             assert error["code"] == "invalid_encrypted_content"
