@@ -92,9 +92,8 @@ def load_agent(path: str) -> Any:
         copyreg.pickle(type(agent), _reduce)
         return agent
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
-        raise unusable(
-            f"{name} is no agent: derive a class from agl_slime.SGLangLitAgent, or write a function of (task, llm)"
-        )
+        fix = "derive a class from agl_slime.SGLangLitAgent, or write a function of (task, llm)"
+        raise unusable(f"{name} is no agent: {fix}")
     try:
         inspect.signature(agent_class).bind()
     except TypeError as error:

@@ -108,11 +108,8 @@ class Attempt:
         self._check_open()
         if self._running >= self.settings.max_in_flight:
             self.recent.note_unanswered(key)
-            raise GatewayRequestError(
-                f"rollout {self.rollout_id} has {self._running} requests in flight, the most it may have",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+            message = f"rollout {self.rollout_id} has {self._running} requests in flight, the most it may have"
+            raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
         self._running += 1
 
     def release(self) -> None:
@@ -178,11 +175,8 @@ class Attempt:
             self.seen["retries_answered"] += 1
             return response
         if self.seen["requests"] >= MAX_REQUESTS:
-            raise GatewayRequestError(
-                f"rollout {self.rollout_id} has made {MAX_REQUESTS} requests, the most it may make",
-                status=429,
-                code="rate_limit_exceeded",
-            )
+            message = f"rollout {self.rollout_id} has made {MAX_REQUESTS} requests, the most it may make"
+            raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
         with self._lock:
             self._check_open()
             response = PendingResponse(key=key, n=call.n, prefix=prefix, answer=partial(self._answer, call, role))

@@ -145,9 +145,8 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = body.get(name)
     listed = [value] if isinstance(value, str) else value or []
     if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
-        raise GatewayRequestError(
-            f"{name} must be a string or a list of strings, none empty, got {value!r:.80}", param=name
-        )
+        message = f"{name} must be a string or a list of strings, none empty, got {value!r:.80}"
+        raise GatewayRequestError(message, param=name)
     return tuple(listed)
 
 

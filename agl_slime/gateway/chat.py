@@ -28,6 +28,7 @@ _HONOURED = """
     response_format chat_template_kwargs regex ebnf json_schema modalities
 """
 _MOST_CHOICES = 128
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 class ChatCompletions(Protocol):
@@ -41,9 +42,8 @@ class ChatCompletions(Protocol):
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
-            raise GatewayRequestError(
-                "functions and function_call are OpenAI's old form: send tools", param="functions"
-            )
+            message = "functions and function_call are OpenAI's old form: send tools"
+            raise GatewayRequestError(message, param="functions")
         self.check_fields(body)
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise GatewayRequestError("modalities other than text are not served", param="modalities")
@@ -106,29 +106,17 @@ class _ChatStream(Stream):
             for at, call in enumerate(_tool_calls(choice, _custom(self.body))):
                 yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
             log_probs = logprobs(choice, _names(self.body, self.decode)) if self.body.get("logprobs") else None
-            last: dict[str, Any] = {"finish": choice.finish, "logprobs": log_probs}
-            if self.body.get("return_token_ids"):
-                last |= {"ids": choice.token_ids, "prompt_ids": result.prompt_ids.tolist()}
-            yield self._chunk(index, {}, **last)
+            last: dict[str, Any] = {"logprobs": log_probs, "finish_reason": choice.finish}
+            ids = {"token_ids": choice.token_ids} if self.body.get("return_token_ids") else {}
+            prompt = {"prompt_token_ids": result.prompt_ids.tolist()} if ids else {}
+            yield self._chunk(index, {}, last | ids, **prompt)
         if (self.body.get("stream_options") or {}).get("include_usage"):
             yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        finish: str | None = None,
-        logprobs: Any = None,
-        ids: list[int] | None = None,
-        prompt_ids: Any = None,
-    ) -> bytes:
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        head = _head(self.head, "chat.completion.chunk")
-        if ids is not None:
-            choice["token_ids"], head["prompt_token_ids"] = ids, prompt_ids
-        return sse({**head, "choices": [choice]})
+    def _chunk(self, index: int, delta: Any, end: Any = _UNFINISHED, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, **end}
+        return sse({**_head(self.head, "chat.completion.chunk"), **more, "choices": [choice]})
 
 
 def _head(result: CallResult, kind: str) -> dict[str, Any]:
@@ -252,8 +240,6 @@ def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
         return json_constraint({"type": "object"})
     schema = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
-        formats = "text, json_object, or json_schema with its schema"
-        raise GatewayRequestError(
-            f"response_format must be {formats}, got {json.dumps(wanted)[:80]}", param="response_format"
-        )
+        message = "response_format must be text, json_object, or json_schema with its schema, got "
+        raise GatewayRequestError(message + json.dumps(wanted)[:80], param="response_format")
     return json_constraint(schema["schema"])

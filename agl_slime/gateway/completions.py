@@ -47,14 +47,8 @@ class Completions(Protocol):
         )
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
-        choices = [
-            {
-                **_choice(index, choice.content, choice.finish, _logprobs(body, choice, decode)),
-                **_ids(body, choice, result),
-            }
-            for index, choice in enumerate(result.choices)
-        ]
-        return {**_head(result), "choices": choices, "usage": usage(result)}
+        ended = [_ended(body, at, choice, choice.content, result, decode) for at, choice in enumerate(result.choices)]
+        return {**_head(result), "choices": ended, "usage": usage(result)}
 
     def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _CompletionStream(body, head, decode)
@@ -69,8 +63,7 @@ class _CompletionStream(Stream):
 
     def end(self, result: CallResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
-            log_probs = _logprobs(self.body, choice, self.decode)
-            last = {**_choice(index, "", choice.finish, log_probs), **_ids(self.body, choice, result)}
+            last = _ended(self.body, index, choice, "", result, self.decode)
             yield sse({**_head(self.head), "choices": [last]})
         if (self.body.get("stream_options") or {}).get("include_usage"):
             yield sse({**_head(self.head), "choices": [], "usage": usage(result)})
@@ -86,11 +79,13 @@ def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[st
     return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
 
 
-def _ids(body: Mapping[str, Any], choice: Choice, result: CallResult) -> dict[str, Any]:
-    """The fields that vLLM adds for ``return_token_ids``."""
-    if not body.get("return_token_ids"):
-        return {}
-    return {"prompt_token_ids": result.prompt_ids.tolist(), "token_ids": choice.token_ids}
+def _ended(
+    body: Mapping[str, Any], index: int, choice: Choice, text: str, result: CallResult, decode: Decode
+) -> dict[str, Any]:
+    """A choice at its end, with the fields that vLLM adds for ``return_token_ids``."""
+    ids = {"prompt_token_ids": result.prompt_ids.tolist(), "token_ids": choice.token_ids}
+    ended = _choice(index, text, choice.finish, _logprobs(body, choice, decode))
+    return ended | ids if body.get("return_token_ids") else ended
 
 
 def _logprobs(body: Mapping[str, Any], choice: Choice, decode: Decode) -> dict[str, Any] | None:
@@ -103,9 +98,5 @@ def _logprobs(body: Mapping[str, Any], choice: Choice, decode: Decode) -> dict[s
     tokens = [decode([token]) for token in generation.output_ids]
     offsets = [*accumulate(map(len, tokens[:-1]), initial=0)][: len(tokens)]
     tops = [{decode([token]): value for token, value in top} for top in generation.top_log_probs] or None
-    return {
-        "tokens": tokens,
-        "token_logprobs": list(generation.log_probs),
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+    sampled = {"tokens": tokens, "token_logprobs": list(generation.log_probs)}
+    return {**sampled, "top_logprobs": tops, "text_offset": offsets}

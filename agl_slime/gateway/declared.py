@@ -160,25 +160,15 @@ _ANTHROPIC_TOOLS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, A
 
 # -- OpenAI -----------------------------------------------------------------------------------------------------------
 
-_OPENAI_SERVER_TOOLS = (
-    "web_search",
-    "web_search_preview",
-    "file_search",
-    "code_interpreter",
-    "image_generation",
-    "mcp",
-)
-_OPENAI_SERVER_TOOLS += ("programmatic_tool_calling",)
+_OPENAI_SERVER_TOOLS = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
+_OPENAI_SERVER_TOOLS += ("mcp", "programmatic_tool_calling")
 
 
 @dataclass(frozen=True)
 class ToolKind:
-    """A type of tool of OpenAI's responses that the client runs: its calls are items of type ``item``, its results of
-    type ``output``. ``fields`` writes a call's arguments as fields of the item (``None`` if they do not fit),
-    ``arguments`` reads them back."""
+    """A type of tool of OpenAI's responses that the client runs. ``fields`` writes a call's arguments as fields of its
+    item (``None`` if they do not fit), ``arguments`` reads them back."""
 
-    item: str
-    output: str
     description: str
     parameters: Mapping[str, Any]
     fields: Callable[[Arguments], dict[str, Any] | None]
@@ -237,40 +227,32 @@ _SEARCH = _object("query", query=_TEXT)
 
 OPENAI_TOOLS: dict[str, ToolKind] = {
     "local_shell": ToolKind(
-        "local_shell_call",
-        "local_shell_call_output",
         "Run a command, given as a list of its words, on the user's machine.",
         _LOCAL_SHELL,
         _local_shell,
         _local_shell_arguments,
     ),
     "shell": ToolKind(
-        "shell_call",
-        "shell_call_output",
         "Run shell commands, one after the other, on the user's machine.",
         _SHELL,
         _shell,
         lambda item: _without_nulls(item.get("action")),
     ),
     "apply_patch": ToolKind(
-        "apply_patch_call",
-        "apply_patch_call_output",
         "Create, update or delete a file; diff is a V4A diff of the file, and is needed unless it is deleted.",
         _PATCH,
         _apply_patch,
         lambda item: _without_nulls(item.get("operation")),
     ),
     "tool_search": ToolKind(
-        "tool_search_call",
-        "tool_search_output",
         "Find further tools by what they do.",
         _SEARCH,
         lambda arguments: {"arguments": dict(arguments), "execution": "client"},
         lambda item: item.get("arguments"),
     ),
 }
-KIND_OF_ITEM = {kind.item: name for name, kind in OPENAI_TOOLS.items()}
-KIND_OF_OUTPUT = {kind.output: name for name, kind in OPENAI_TOOLS.items()}
+KIND_OF_ITEM = {f"{kind}_call": kind for kind in OPENAI_TOOLS}
+KIND_OF_OUTPUT = {f"{kind}_call_output".replace("search_call", "search"): kind for kind in OPENAI_TOOLS}
 
 
 def openai_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:

@@ -113,20 +113,16 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        key = "refusal" if kind == "refusal" else "text"
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key := _key_of(kind)), str):
+        elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key), str):
             texts.append(part[key])
         else:
             unread = f"a part of type {kind!r}" if kind else type(part).__name__
-            raise GatewayRequestError(
-                f"{where} has {unread}; texts are read, and images of users and tools", param=where
-            )
+            message = f"{where} has {unread}; texts are read, and images of users and tools"
+            raise GatewayRequestError(message, param=where)
     return joined(texts, join)
-
-
-def _key_of(kind: str | None) -> str:
-    return "refusal" if kind == "refusal" else "text"
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def _items(answer_id: str, choice: Choice, body: Mapping[str, Any], decode: Deco
 def _call(item_id: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
     head: dict[str, Any] = {"id": item_id, "call_id": call.id}
     if kind in OPENAI_TOOLS and (fields := OPENAI_TOOLS[kind].fields(call.arguments)) is not None:
-        return {**head, "type": OPENAI_TOOLS[kind].item, "status": "completed", **fields}
+        return {**head, "type": f"{kind}_call", "status": "completed", **fields}
     name = call.name.removeprefix(namespace + JOIN) if namespace else call.name
     head |= {"name": name, **({"namespace": namespace} if namespace else {})}
     if kind == "custom":

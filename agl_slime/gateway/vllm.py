@@ -32,9 +32,8 @@ class Generate(Completions):
         self.check_fields(body)
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, Mapping):
-            raise GatewayRequestError(
-                f"sampling_params must be an object, got {sampling!r:.80}", param="sampling_params"
-            )
+            message = f"sampling_params must be an object, got {sampling!r:.80}"
+            raise GatewayRequestError(message, param="sampling_params")
         for name in sorted(sampling.keys() - _SAMPLING - _FIXED - _ELSEWHERE):
             if sampling[name] not in (None, False, 0, "", [], {}):
                 where = f"sampling_params.{name}"

@@ -55,15 +55,9 @@ class ControllerProcess(ServerChild):
 def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
     command = [str(settings.python), "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={url}"]
     command += [f"agl_server.key={KEY_REFERENCE}", f"local_runner.maximum_size={settings.max_processes}"]
-    command += [f"local_runner.poll_interval={_POLL_S}"]
     # otherwise Hydra makes an output directory at every start
-    return [
-        *command,
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    return [*command, f"local_runner.poll_interval={_POLL_S}", *quiet]
 
 
 def check_python(python: Path) -> str:

@@ -50,26 +50,16 @@ def ask(question):
 
 FUNCTIONS = """
 import functools
-
 demonstrations = "shown"
-
 def make_task(rng):
     return {"n": rng.random()}
-
 class Asked:
     __hash__ = None
-
-    def __init__(self, reward):
-        self.reward, self.rollout = reward, None
-
     async def __call__(self, task, llm):
-        return self.reward
-
+        return 1.0
 async def answer(task, llm, *, weight=0.0):
     return weight or 1.0
-
-weighted = functools.partial(answer, weight=1.0)
-asked = Asked(1.0)
+asked, weighted = Asked(), functools.partial(answer, weight=1.0)
 method = asked.__call__
 """
 

@@ -22,7 +22,6 @@ from agl_slime.agent.access import EngineAccess
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import EngineUnreachableError
-from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
@@ -179,23 +178,6 @@ def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> No
         link = make_link_attributes({names.RESPONSE_ID: empty.json()["id"]})
         spans = [*case.spans, emit_reward(0.5, propagate=False, attributes=link)]
         assert read_turn_rewards([*map(span_of, spans)]) == {}
-
-
-def test_many_log_probs_are_serialized_off_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    write = ChatCompletions.answer
-
-    def answer(self: Any, *args: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return write(self, *args)
-
-    monkeypatch.setattr(ChatCompletions, "answer", answer)
-    with serving("x y " * 200, sampling={"max_new_tokens": 3000}) as case:
-        body = {**BODY, "logprobs": True, "top_logprobs": 20}
-        content = chat(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
-        assert text(chat(case))
-        assert (len(content[0]["top_logprobs"]), len(content) * 20 > 2_000) == (20, True)
-    assert [name == "agl-slime-gateway" for name in threads] == [False, True]
 
 
 def test_a_key_that_is_no_text_is_401() -> None:

@@ -185,11 +185,12 @@ TEXTS = ["", "x", "\ud800", "a\udc00b", "\x00", "auto", "none", "required", "jso
 FIELD_NAMES = """
     role content type text name id arguments function tool_calls tool_call_id input output call_id schema format
     json_schema parameters input_schema strict tools thinking source summary refusal reasoning_content effort key value
+    encrypted_content
 """
 TYPES = """
     text input_text output_text refusal image_url tool_use tool_result thinking redacted_thinking function custom
-    namespace function_call function_call_output custom_tool_call reasoning item_reference message json_object
-    json_schema auto any none user assistant system developer tool
+    namespace function_call function_call_output custom_tool_call reasoning item_reference agent_message json_object
+    json_schema message auto any none user assistant system developer tool
 """
 WORDS, KINDS = FIELD_NAMES.split(), TYPES.split()
 

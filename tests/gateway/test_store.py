@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from tests.harness.gateway import BODY, HELLO, QUICK, TEMPLATE, engine_saying, t
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
+from tests.tools.record.test_record import server_process
 
 
 @contextlib.contextmanager
@@ -135,34 +135,19 @@ async def test_token_level_agent_gets_the_engines_address() -> None:
 
 @pytest.mark.slow
 async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer, store = small_tokenizer(TEMPLATE), BridgeStore()
     tokenizer.save_pretrained(tmp_path)
-    store = BridgeStore()
     engine = engine_saying(tokenizer, ["one"])
     with StoreService(store=store) as service, in_thread(engine):
         rollout_id, attempt_id = await begun(store)
-        flags = ["--store-url", service.url, "--sglang-url", engine.url, "--model-path", str(tmp_path)]
-        run = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "agl_slime.cli.main", "gateway", *flags],
-            env={**os.environ, "AGL_SLIME_GATEWAY_TOKEN": "secret"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            assert run.stdout is not None
-            line = (await asyncio.wait_for(run.stdout.readline(), 60)).decode()
-            assert line.startswith("gateway at http://127.0.0.1:"), line
-            base = line.removeprefix("gateway at ").strip().removesuffix("/v1")
-            url = f"{base}/k/secret/rollout/{rollout_id}/attempt/{attempt_id}/v1"
-            async with httpx.AsyncClient(timeout=30) as http:
-                answer = await http.post(f"{url}/chat/completions", json=BODY)
+        command = [sys.executable, "-m", "agl_slime.cli.main", "gateway", "--store-url", service.url]
+        command += ["--sglang-url", engine.url, "--model-path", str(tmp_path)]
+        with server_process(command, AGL_SLIME_GATEWAY_TOKEN="secret") as (child, url):
+            url = f"{url.removesuffix('/v1')}/k/secret/rollout/{rollout_id}/attempt/{attempt_id}/v1/chat/completions"
+            answer = await asyncio.to_thread(httpx.post, url, json=BODY, timeout=30)
             assert answer.status_code == 200, answer.text
-            run.send_signal(signal.SIGINT)
-            rest, errors = await asyncio.wait_for(run.communicate(), 20)
-        finally:
-            if run.returncode is None:
-                run.kill()
-        assert (run.returncode, rest, errors) == (0, b"", b"")
+            child.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(child.wait, 20) == 0
         assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 1
 
 

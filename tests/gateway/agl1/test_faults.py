@@ -54,46 +54,33 @@ class Played:
         body = '{"event_type": "reward", "data": {"value": VALUE}}'.replace("VALUE", value)
         self._noted(self._http.post(f"/api/rollouts/{self.rollout_id}/attempt/0/events", content=body))
 
-    def begin(self) -> None:
-        self.patch("running")
-        self.ask()
-
-    def good(self, reward: str = "1.0") -> None:
-        self.begin()
-        self.reward(reward)
-        self.patch("succeeded")
-
-    def rewards_after_its_end(self) -> None:
-        self.good()
-        self.ask()
-        self.reward("0.0")
-
-    def a_reward_that_is_nan(self) -> None:
-        self.good("NaN")
-
-    def ends_twice(self) -> None:
-        self.begin()
-        self.patch("failed", "local subprocess is not running")
-        self.reward("1.0")
-        self.patch("succeeded")
-
-    def killed_in_a_stream(self) -> None:
-        self.patch("running")
+    def stream(self) -> None:
         url = self._http.base_url
         connection = http.client.HTTPConnection(url.host, url.port, timeout=30)
         body = json.dumps({**BODY, "stream": True})
         connection.request("POST", self.call, body, {"Content-Type": "application/json"})
         assert connection.getresponse().read(1)
         connection.close()
-        self.patch("failed", "subprocess exited with code -9")
 
-    def never_ends(self) -> None:
+    def hang(self) -> None:
         """As an agent that hangs under a controller that has hung as well; it comes back too late."""
-        self.begin()
         while self._http.get(f"/api/rollouts/{self.rollout_id}").json()["rollout"]["status"]["state"] == "running":
             pass
-        self.reward("1.0")
-        self.patch("succeeded")
+
+    def play(self, script: str) -> None:
+        for step in script.split(", "):
+            name, *arguments = step.split(maxsplit=2)
+            getattr(self, name)(*arguments)
+
+
+GOOD = "patch running, ask, reward 1.0, patch succeeded"
+FAULTS = {
+    "rewards_after_its_end": f"{GOOD}, ask, reward 0.0",
+    "a_reward_that_is_nan": GOOD.replace("1.0", "NaN"),
+    "ends_twice": GOOD.replace("reward", "patch failed local subprocess is not running, reward"),
+    "killed_in_a_stream": "patch running, stream, patch failed subprocess exited with code -9",
+    "never_ends": GOOD.replace("reward", "hang, reward"),
+}
 
 
 @contextmanager
@@ -108,7 +95,7 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
                 with suppress(httpx.TransportError):  # the server does not listen before the run, or after it
                     for rollout in client.get("/api/rollouts?state_in=queuing").json():
                         played.append(Played(client, rollout["rollout_id"]))
-                        getattr(played[-1], fault if len(played) == 1 else "good")()
+                        played[-1].play(FAULTS[fault] if len(played) == 1 else GOOD)
 
     thread = threading.Thread(target=work)
     thread.start()

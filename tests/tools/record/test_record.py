@@ -29,7 +29,7 @@ from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample, sample_from_json
-from tests.harness.gateway import CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
+from tests.harness.gateway import BODY, CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
@@ -60,13 +60,13 @@ def blocking(directory: Path, *modules: str) -> dict[str, str]:
 
 
 @contextmanager
-def recorder_process(command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command and its address."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as child:
         try:
             assert child.stdout is not None
             line = child.stdout.readline()
-            assert line.startswith("recorder at ")
+            assert line.startswith(("recorder at ", "gateway at "))
             yield child, line.split()[-1]
         finally:
             child.kill()
@@ -204,27 +204,23 @@ def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
 def test_an_agents_secret_opens_model_calls_of_its_rollout_only(tmp_path: Path, token: str | None) -> None:
     with recording(tmp_path, "Hi.", token=token) as (gateway, _):
         mine, _ = [httpx.post(gateway.rollouts_url, json={"rollout_id": name}).json() for name in ("mine", "other")]
-        asked, secret = {"messages": HELLO, "model": "m"}, mine["api_key"]
-        by_key = {"Authorization": f"Bearer {secret}"}
-        for stream in (False, True):
-            ask_it = httpx.post(f"{mine['endpoint']}/chat/completions", json={**asked, "stream": stream})
-            assert ask_it.status_code == 200
-        calls = f"{gateway.url}/rollouts/mine/v1/chat/completions"
-        assert httpx.post(calls, json=asked, headers=by_key).status_code == 200
-        for key, headers in (("", by_key), (f"/k/{secret}", {}), ("", {}), ("/k/none", {})):
-            http = httpx.Client(base_url=f"{gateway.url}{key}", headers=headers)
-            for path in ("", "/mine/reward", "/mine/finish", "/other/v1/chat/completions", "/new/v1/chat/completions"):
-                assert http.post(f"/rollouts{path}", json={**asked, "reward": 1.0}).status_code == 401, path
-            session = {"X-Session-ID": "other"}
-            assert http.post("/v1/chat/completions", json=asked, headers=session).status_code == 401
-            assert [http.get(f"/rollouts/{name}").status_code for name in ("mine", "other", "new")] == [401] * 3
+        secret, chat = mine["api_key"], "v1/chat/completions"
+        address = f"{gateway.url}/rollouts/mine/{chat}"
+        for url, key in ((f"{mine['endpoint']}/chat/completions", ""), (address, secret)):
+            answers = [httpx.post(url, json={**BODY, "stream": on}, headers={"x-api-key": key}) for on in (False, True)]
+            assert [answer.status_code for answer in answers] == [200, 200]
+        for base, key in (("", secret), (f"/k/{secret}", ""), ("", ""), ("/k/none", "none")):
+            http = httpx.Client(base_url=f"{gateway.url}{base}", headers={"x-api-key": key, "X-Session-ID": "other"})
+            paths = ("", "/mine/reward", "/mine/finish", f"/other/{chat}", f"/new/{chat}")
+            tried = [http.post(f"/rollouts{path}", json=BODY | {"reward": 1.0}) for path in paths]
+            tried += [http.post(f"/{chat}", json=BODY), *(http.get(f"/rollouts/{name}") for name in ("mine", "other"))]
+            assert {answer.status_code for answer in tried} == {401}
         seen = [httpx.get(f"{gateway.rollouts_url}/{name}").json() for name in ("mine", "other")]
-        assert [(one["status"], one["reward"], len(one["turns"])) for one in seen] == [
-            ("running", None, 3),
-            ("running", None, 0),
+        assert [(one["finished"], one["reward"], len(one["turns"])) for one in seen] == [
+            (None, None, n) for n in (4, 0)
         ]
         assert httpx.post(f"{gateway.rollouts_url}/mine/finish").status_code == 200
-        assert httpx.post(calls, json=asked, headers=by_key).status_code == 410
+        assert httpx.post(address, json=BODY, headers={"x-api-key": secret}).status_code == 410
     assert len([*tmp_path.iterdir()]) == 2
 
 
@@ -274,13 +270,13 @@ def test_the_command_survives_a_kill_without_agent_lightning_and_torch(tmp_path:
     without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
     with in_thread(engine):
         command = record_command(engine, tmp_path)
-        with recorder_process(command, **without) as (child, url):
+        with server_process(command, **without) as (child, url):
             ask_with_a_tool(f"{url}/one/v1")
             payloads = [received.payload for received in engine.received if received.path == "/generate"]
             assert "chat_template_kwargs" not in payloads[0]["sampling_params"]  # engines refuse unknown parameters
             child.send_signal(signal.SIGKILL)
             child.wait()
-        with recorder_process(command, **without) as (child, url):
+        with server_process(command, **without) as (child, url):
             rollout = httpx.get(f"{url}/one").json()
             assert (rollout["status"], len(rollout["turns"]), len(rollout["samples"])) == ("lost", 2, 1)
             lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
