@@ -55,15 +55,20 @@ def saying(text: str, *, end: int = TOKENIZER.eos_token_id) -> ScriptedEngine:
     )
 
 
-@pytest.mark.parametrize("text", ["caf\u00e9 cr\u00e8me", "\U0001f600!"])
-async def test_a_character_that_an_abort_splits_is_whole_in_the_text(text: str, tmp_path: Path) -> None:
-    for n in range(1, len(encoded(text)) + 2):
+@pytest.mark.parametrize(
+    ("text", "stop", "read"),
+    [("caf\u00e9 cr\u00e8me", "", ""), ("\U0001f600!", "", ""), ("caf\u00e9 sol", "\u00e9 s", "caf")],
+)
+async def test_a_character_that_an_abort_splits_is_read_whole(text: str, stop: str, read: str, tmp_path: Path) -> None:
+    """In the text, and in a stop string that begins with it."""
+    sampling = SamplingParams(max_new_tokens=50, stop=(stop,) if stop else ())
+    for n in range(1, len(encoded(text)) + (0 if stop else 2)):
         async with saying(text) as engine:
-            whole = await ask(engine, tmp_path)
+            whole = await ask(engine, tmp_path, sampling)
             engine.script("/generate", Abort(n_tokens=n))
-            joined = await ask(engine, tmp_path)
-        assert (joined.output_ids, joined.text) == (whole.output_ids, text)
-        assert (joined.finish_reason, joined.matched_stop) == ("stop", TOKENIZER.eos_token_id)
+            joined = await ask(engine, tmp_path, sampling)
+        assert (joined.output_ids, joined.text) == (whole.output_ids, read or text)
+        assert (joined.finish_reason, joined.matched_stop) == ("stop", stop or TOKENIZER.eos_token_id)
 
 
 def test_nor_do_batched_rollouts_see_half_a_character() -> None:
@@ -74,17 +79,6 @@ def test_nor_do_batched_rollouts_see_half_a_character() -> None:
         [answer] = sampler.sample([{"input_ids": [1, 2, 3]}], [SamplingParams(max_new_tokens=50)])
         assert isinstance(answer, Generation)
         assert (answer.text, answer.finish_reason, answer.resumed > 0) == ("caf\u00e9", "stop", True)
-
-
-async def test_a_stop_string_that_begins_in_a_split_character_is_matched(tmp_path: Path) -> None:
-    sampling = SamplingParams(max_new_tokens=50, stop=("\u00e9 s",))
-    for n in range(1, len(encoded("caf\u00e9 sol"))):
-        async with saying("caf\u00e9 sol") as engine:
-            whole = await ask(engine, tmp_path, sampling)
-            engine.script("/generate", Abort(n_tokens=n))
-            joined = await ask(engine, tmp_path, sampling)
-        assert joined.output_ids == whole.output_ids
-        assert (joined.text, joined.finish_reason, joined.matched_stop) == ("caf", "stop", "\u00e9 s")
 
 
 async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(tmp_path: Path) -> None:
