@@ -23,7 +23,6 @@ from tests.harness.gateway import (
     WEATHER,
     Case,
     calling,
-    chat,
     gateway_counts,
     one_sample,
     post,
@@ -173,18 +172,6 @@ def test_agents_that_look_for_llm_find_the_model_and_lists_have_it_once() -> Non
         assert [*resources] == ["main_llm"]
         with pytest.raises(KeyError, match="judge"):
             resources["judge"]
-
-
-def test_client_retry_gets_the_answer_that_was_sampled() -> None:
-    with serving("first", "second") as case:
-        body = {"model": "m", "messages": HELLO}
-        first = chat(case, body)
-        retried = chat(case, body, headers={"x-stainless-retry-count": "1"})
-        second = chat(case, body, headers={"x-stainless-retry-count": "0"})
-        texts = [answer.json()["choices"][0]["message"]["content"] for answer in (first, retried, second)]
-        assert texts == ["first", "first", "second"]
-        assert first.json() == retried.json()
-        assert len(case.turns) == 2
 
 
 def test_siblings_with_the_same_words_and_other_tokens_are_not_guessed() -> None:
