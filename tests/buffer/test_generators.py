@@ -228,7 +228,7 @@ async def test_the_recorder_gives_the_embedded_engine_chat_completions(tmp_path,
     llm = LLM(endpoint=embedded_engine, model=str(policy_dir), sampling_parameters={})
     with RecordGateway(directory=tmp_path, llm=llm) as recorder:
         async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
-            url = recorder.endpoint("buffer")
+            url = f"{recorder.rollouts_url}/buffer/v1"
             generator = base_generator.BaseGenerator(url, server.url, num_repeat_per_sample=2, max_tokens=4)
             await generator.run(write_problems(tmp_path), base_generator.query_single_turn, lambda item: 0.5)
             data = await client.read()

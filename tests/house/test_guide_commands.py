@@ -147,7 +147,7 @@ def test_the_commands_of_every_page_run_as_they_stand(clone: Path, embedded_engi
     failed = []
     llm = LLM(endpoint=embedded_engine, model=str(clone / "MODEL"), sampling_parameters={})
     with RecordGateway(directory=tmp_path, llm=llm) as gateway:
-        addresses = {"engine": embedded_engine, "openai": gateway.endpoint("all")}
+        addresses = {"engine": embedded_engine, "openai": f"{gateway.rollouts_url}/all/v1"}
         for command in (command for page in PAGES for command in commands(page)):
             if why_elsewhere(command) is None:
                 done = run(as_run_here(command, **addresses), clone)

@@ -78,7 +78,7 @@ def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(
     settings: dict[str, Any] = {"temperature": 0.0, "n_tasks": 8, "k": 2, "output_dir": tmp_path / "out"}
     llm = LLM(endpoint=embedded_engine, model=str(policy_dir), sampling_parameters={"temperature": 0.0})
     with RecordGateway(directory=tmp_path, llm=llm) as gateway:
-        url = gateway.endpoint("all")
+        url = f"{gateway.rollouts_url}/all/v1"
         report, _ = evaluate(policy_dir, openai_url=url, sglang_url=embedded_engine, **settings)
     theirs, ours = (
         {(line["task"], line["sample"]): (line["reward"], line["messages"]) for line in iter_jsonl(file)}
