@@ -1,11 +1,11 @@
-"""``agl-slime autopsy``: why the sampler's log-probs of kept rollouts are not the model's."""
+"""``agl-slime autopsy``: why the sampler's log-probs of kept rollouts, or of slime's dumps, are not the model's."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,14 +19,28 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
-from agl_slime.report.autopsy import TOLERANCE, Candidate, Cause, Diagnosis, KeptSample, explain, mean_gap, read_kept
+from agl_slime.report.autopsy import (
+    TOLERANCE,
+    Candidate,
+    Cause,
+    Diagnosis,
+    KeptSample,
+    by_version,
+    explain,
+    mean_gap,
+    read_kept,
+)
 from agl_slime.report.files import RunDir, read_object
-from agl_slime.report.slime_runs import is_dump
+from agl_slime.report.rollouts import MOST_SAMPLES, mask_of
+from agl_slime.report.slime_runs import DumpedStep, SlimeRun, is_dump
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, render_chat
+from agl_slime.train.slime.formulas import StepFlags
+from agl_slime.types import Sample
 
+_Place = tuple[str, int]  # a rollout, and the number of its Sample
 _MOST_OTHERS = 3  # versions that the weights are compared with
 _ENGINE_CAUSES = {
     "cache": "the engine scores a token otherwise when its prefix comes from the cache",
@@ -100,9 +114,7 @@ def main(arguments: Sequence[str]) -> None:
     if diagnosis.worst:
         print_line("\nWorst tokens (recorded, expected log-prob):")
         for token in diagnosis.worst:
-            print_line(
-                f"  {token.recorded:9.3f} {token.expected:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}"
-            )
+            print_line(str(token))
 
 
 async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> tuple[Diagnosis, Case]:
@@ -110,12 +122,7 @@ async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> 
     dumped = is_dump(config.run_dir)
     if not dumped and (slime_flags or config.step is not None or config.model or config.others):
         raise ConfigError(f"--step, --model, --others and flags after -- are for slime's dumps, not {config.run_dir}")
-    if dumped:
-        from agl_slime.cli.autopsy_slime import dumped_case
-
-        case = await run_in_thread(dumped_case, config, slime_flags)
-    else:
-        case = await run_in_thread(_case_of_run, config)
+    case = await (run_in_thread(_case_of_dump, config, slime_flags) if dumped else run_in_thread(_case_of_run, config))
     diagnosis = await run_in_thread(diagnose, case)
     if any(one.images for one in case.samples) or (dumped and config.sglang_url is None):
         return diagnosis, case
@@ -138,6 +145,63 @@ def _case_of_run(config: AutopsyConfig) -> Case:
     weights = weights_of(run)
     samples, version = choose_samples(run, weights, n=config.samples)
     return case_of(settings, weights, samples, version)
+
+
+def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
+    """``config.samples`` random Samples of a dumped step, of the weight version that most are of. Raises
+    ``ConfigError`` for files that lack them."""
+    if config.step is None or config.model is None:
+        raise ConfigError(f"{config.run_dir} has slime's dumps: give --step, a rollout id, and --model, its checkpoint")
+    flags, run = StepFlags.parse(slime_flags), SlimeRun(config.run_dir, config.model)
+    step = run.step(config.step)
+    by: dict[str, dict[_Place, Sample]] = defaultdict(dict)
+    for place, sample in _scored_samples(step):
+        versions = {str(version) for version, *_ in sample.metadata.get("weight_spans", ())} or {
+            *sample.weight_versions
+        }
+        if len(versions) <= 1:
+            by[next(iter(versions), "")][place] = sample
+    if not by:
+        why = "no Sample of one weight version has rollout_log_probs and tokens to train on"
+        raise ConfigError(f"--step {config.step}: {why}")
+    version = max(by, key=lambda version: len(by[version]))
+    places = random.Random(0).sample([*by[version]], min(config.samples, len(by[version])))
+    return Case(
+        samples=[*_described(run, step, {place: by[version][place] for place in places}, version)],
+        version=version,
+        weights=config.model,
+        sampling={
+            "temperature": flags.rollout_temperature,
+            "top_p": flags.rollout_top_p,
+            "top_k": int(flags.rollout_top_k),
+        },
+        others={f"the weights in {path}": path for path in config.others},
+        recomputed=True,
+    )
+
+
+def _scored_samples(step: DumpedStep) -> Iterator[tuple[_Place, Sample]]:
+    """The Samples with sampled tokens."""
+    for group in step.groups:
+        for member in group.members:
+            for number, sample in enumerate(member.samples[:MOST_SAMPLES]):
+                if sample.rollout_log_probs is not None and mask_of(sample).any():
+                    yield (member.rollout_id, number), sample
+
+
+def _described(run: SlimeRun, step: DumpedStep, samples: dict[_Place, Sample], version: str) -> Iterator[KeptSample]:
+    lines = run.describe(step, [rollout_id for rollout_id, _ in samples])
+    for (rollout_id, number), sample in samples.items():
+        line = lines[rollout_id]
+        described = {**line["samples"][number], "weight_versions": [[version, 0, sample.response_length]]}
+        yield from by_version(
+            described,
+            rollout_id=rollout_id,
+            iteration=step.number,
+            messages=line["messages"],
+            experts=sample.rollout_routed_experts,
+            images=sample.multimodal_train_inputs,
+        )
 
 
 def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:

@@ -176,7 +176,8 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
     identity: dict[str, Any] = {
         "models": [str(model) for model in models],
-        "files": await run_in_thread(lambda: [_digests(model) for model in models]),
+        # by which changed models are recognized
+        "files": [{} if isinstance(model, ChatApi) else await run_in_thread(model_digests, model) for model in models],
         "agent": settings.title,
         "agent_source": await run_in_thread(_agent_source, settings, agent),
         "environment": await run_in_thread(_environment_identity, settings),
@@ -267,16 +268,9 @@ def _weights(path: Path) -> Path:
     return path
 
 
-def _digests(model: Path | ChatApi) -> dict[str, str]:
-    """Digests of weights, configuration, tokenizer and chat template, by which changed models are recognized; empty for
-    a model behind an address."""
-    return {} if isinstance(model, ChatApi) else model_digests(model)
-
-
 def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
     """A digest of the agent's code; ``None`` for an environment, whose agents run in another Python."""
     from agl_slime.agent.loading import agent_module, load_plugins
-    from agl_slime.cli.evaluate import source_digest
 
     if settings.environment.name is not None:
         return None

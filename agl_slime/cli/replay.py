@@ -15,7 +15,7 @@ import tyro
 from agl_slime.agent.loading import agent_module, split_agent
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
-from agl_slime.report.autopsy import unpack
+from agl_slime.report.autopsy import TokenGap, token_gaps, unpack
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, mask_of
 from agl_slime.report.slime_runs import is_dump
@@ -76,18 +76,6 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MovedToken:
-    """A token whose log-prob the step changed from ``before`` to ``after``; ``place`` is its index in the Sample's
-    tokens."""
-
-    rollout_id: str
-    place: int
-    piece: str
-    before: float
-    after: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class InfluencesOfStep:
     """The influences in a step's batch, the kept rollouts' ids in their order, the learning rate, and the tokens of the
     batch, the most moved first."""
@@ -95,7 +83,7 @@ class InfluencesOfStep:
     of: Influences
     rollouts: Sequence[str]
     lr: float
-    tokens: Sequence[MovedToken]
+    tokens: Sequence[TokenGap]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +144,8 @@ def print_influences(weighed: InfluencesOfStep, *, most: int) -> None:
         figures = f"  {shares[i]:>17.1%}  {of.on_loss[i, i]:>12.4g}  {moved[i]:>+14.3g}"
         print_line(f"{figures}  {weighed.rollouts[i]}, most: {moved[j]:+.3g} in {weighed.rollouts[j]}")
     print_line("\nTokens by the change of their log-prob in the step:")
-    print_tokens(weighed.tokens[:most])
-
-
-def print_tokens(tokens: Sequence[MovedToken]) -> None:
-    for token in tokens:
-        print_line(f"  {token.before:9.3f} {token.after:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}")
+    for token in weighed.tokens[:most]:
+        print_line(str(token))
 
 
 def replay(config: ReplayConfig) -> Replay:
@@ -229,19 +213,17 @@ def take_step(
 
 def moved_tokens(
     samples: Sequence[Sample], kept: Mapping[str, Mapping[str, Any]], before: Sequence[Any], after: Sequence[Any]
-) -> list[MovedToken]:
+) -> list[TokenGap]:
     """The tokens under the mask of ``samples``, by the change of their log-probs."""
-    tokens, seen = [], Counter[str]()
+    tokens, seen = list[TokenGap](), Counter[str]()
     for sample, had, has in zip(samples, before, after, strict=True):
         name = sample.metadata["agl_rollout_id"]
         described = kept[name]["samples"][seen[name] : seen[name] + 1]  # long rollouts are not described whole
         pieces = described[0].get("pieces") or () if described else ()
         seen[name] += 1
         places = len(sample.tokens) - sample.response_length + np.flatnonzero(mask_of(sample))
-        for place, old, new in zip(places.tolist(), had.tolist(), has.tolist(), strict=True):
-            piece = str(pieces[place]) if place < len(pieces) else ""
-            tokens.append(MovedToken(rollout_id=name, place=place, piece=piece, before=old, after=new))
-    return sorted(tokens, key=lambda token: -abs(token.after - token.before))
+        tokens += token_gaps(name, pieces, places, had, has)
+    return sorted(tokens, key=lambda token: -token.size)
 
 
 def _how(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,18 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.cli.replay import (
-    MovedToken,
     Replay,
     ReplayConfig,
     judge_of,
     moved_tokens,
     print_columns,
     print_influences,
-    print_tokens,
     take_step,
     trainer_class,
 )
 from agl_slime.errors import ConfigError
+from agl_slime.report.autopsy import TokenGap
 from agl_slime.report.rollouts import mask_of
 from agl_slime.report.slime_files import DumpedSample, TrainedRow
 from agl_slime.report.slime_runs import DumpedStep, SlimeRun
@@ -97,7 +96,7 @@ class SlimeReplay(Replay):
     comparisons: Sequence[Comparison]
     samples: Sequence[SampleFigures]
     """The largest difference of log-probs first."""
-    tokens: Sequence[MovedToken]
+    tokens: Sequence[TokenGap]
     """The engine's log-prob and the trainer's, the largest differences first."""
     unknown: Sequence[str]
     """Sentences about what the dump does not say."""
@@ -132,7 +131,7 @@ def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
         print_line(f"  {one.reward:>9.4g} {' '.join(texts)}  {one.rollout_id}")
     if result.tokens:
         print_line("\nTokens by the same difference (engine's log-prob, trainer's):")
-        print_tokens(result.tokens)
+        print_line("\n".join(map(str, result.tokens)))
     if result.influences is not None:
         print_influences(result.influences, most=most)
     print_line("\n" + "\n".join(result.unknown))
@@ -393,7 +392,7 @@ class _Step:
             )
         return sorted(samples, key=lambda one: -(one.logprob_diff_max or 0.0))
 
-    def _tokens(self, batch: list[list[Sample]]) -> list[MovedToken]:
+    def _tokens(self, batch: list[list[Sample]]) -> list[TokenGap]:
         engine = [row.engine[row.mask] for row in self.rows if row.engine is not None]
         if len(engine) < len(self.rows):
             return []

@@ -139,7 +139,7 @@ class RunAutopsy:
         if diagnosis.worst:
             worst = diagnosis.worst[0]
             text += f" Worst token: {worst.piece!r} at {worst.place} of {worst.rollout_id},"
-            text += f" recorded {worst.recorded:.3f}, expected {worst.expected:.3f}."
+            text += " recorded {:.3f}, expected {:.3f}.".format(*worst.log_probs)
         self.warn(text, f"autopsy:{diagnosis.first.cause}")
 
     @cached_property

@@ -107,15 +107,29 @@ class Cause:
     left: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorstToken:
-    """A token with a large gap: ``place`` is its index in the Sample's tokens."""
+@dataclass(frozen=True)
+class TokenGap:
+    """A token with two different log-probs; ``place`` is its index in the Sample's tokens."""
 
     rollout_id: str
     place: int
     piece: str
-    recorded: float
-    expected: float
+    log_probs: tuple[float, float]
+
+    @property
+    def size(self) -> float:
+        return abs(self.log_probs[1] - self.log_probs[0])
+
+    def __str__(self) -> str:
+        return "  {:9.3f} {:9.3f}  {!r} at {} of {}".format(*self.log_probs, self.piece, self.place, self.rollout_id)
+
+
+def token_gaps(rollout_id: str, pieces: Sequence[Any], places: NDArray[Any], *columns: NDArray[Any]) -> list[TokenGap]:
+    """The tokens at ``places`` with their log-probs in two ``columns``; ``pieces`` are the texts of all tokens, if they
+    are known."""
+    texts = {place: str(pieces[place]) if place < len(pieces) else "" for place in places.tolist()}
+    rows = zip(places.tolist(), *(column.tolist() for column in columns), strict=True)
+    return [TokenGap(rollout_id, place, texts[place], (one, other)) for place, one, other in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +141,7 @@ class Diagnosis:
     tokens: int
     of: Literal["sampler", "trainer"] = "sampler"
     causes: Sequence[Cause] = ()
-    worst: Sequence[WorstToken] = ()
+    worst: Sequence[TokenGap] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     """Mean differences between pairs of measurements, in nats per token."""
 
@@ -187,17 +201,7 @@ def mean_gap(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> fl
 
 def _worst(
     samples: Sequence[KeptSample], recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]
-) -> list[WorstToken]:
-    tokens = [
-        WorstToken(
-            rollout_id=sample.rollout_id,
-            place=int(place),
-            piece=str(sample.pieces[place]) if place < len(sample.pieces) else "",
-            recorded=float(had),
-            expected=float(should),
-        )
-        for sample, *columns in zip(samples, recorded, expected, strict=True)
-        for place, had, should in zip(sample.places, *columns, strict=True)
-    ]
-    tokens = [token for token in tokens if np.isfinite(token.recorded - token.expected)]
-    return sorted(tokens, key=lambda token: -abs(token.recorded - token.expected))[:_MOST_WORST]
+) -> list[TokenGap]:
+    columns = zip(samples, recorded, expected, strict=True)
+    tokens = [gap for one, *pair in columns for gap in token_gaps(one.rollout_id, one.pieces, one.places, *pair)]
+    return sorted((gap for gap in tokens if np.isfinite(gap.size)), key=lambda gap: -gap.size)[:_MOST_WORST]

@@ -18,8 +18,9 @@ from typing import Any
 
 from agl_slime.report.alarms import find_alarms
 from agl_slime.report.audit.records import parse
-from agl_slime.report.read import RunReader, columns, dump_json, find_runs, group_columns
+from agl_slime.report.read import RunReader, columns, find_runs, group_columns
 from agl_slime.support.files import output_of, write_file
+from agl_slime.support.http import json_bytes
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
 MOST_BYTES = 9_500_000  # of the file
@@ -53,7 +54,7 @@ def policy(*, live: bool) -> str:
 
 
 def script_json(value: Any) -> str:
-    return dump_json(value).decode("utf-8").translate(_NOT_IN_HTML)
+    return json_bytes(value).decode("utf-8").translate(_NOT_IN_HTML)
 
 
 def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.audit.records import Line, read_lines
@@ -19,14 +16,6 @@ from agl_slime.report.slime_runs import SlimeRun, dump_files
 _GROUP_FIELDS = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _MEMBER_FIELDS = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
 _MEMBER_FIELDS |= {"turns": "turns", "samples": "samples"}
-
-
-def dump_json(value: Any) -> bytes:
-    """``value`` as JSON; lone surrogates become escapes."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, allow_nan=False).encode()
 
 
 class Tail:

@@ -20,8 +20,8 @@ from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
-from agl_slime.report.read import RunReader, dump_json, find_runs, is_run
-from agl_slime.support.http import json_response, listening, stop_signal
+from agl_slime.report.read import RunReader, find_runs, is_run
+from agl_slime.support.http import json_bytes, json_response, listening, stop_signal
 from agl_slime.support.net import has_token, require_token
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
@@ -59,7 +59,7 @@ class _Follower:
         paths = self._runs.refresh()
         self._readers += [RunReader(path, tokenizer=self._runs.tokenizer) for path in paths[len(self._readers) :]]
         news = [run_data(reader) for reader in self._readers]
-        return dump_json(news) if any(news) else None
+        return json_bytes(news) if any(news) else None
 
     def rollout(self, run: int, rollout_id: str) -> bytes | None:
         self.news()

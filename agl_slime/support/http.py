@@ -170,7 +170,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 def json_bytes(value: Any) -> bytes:
-    """Strict JSON; unlike orjson's, with integers above 64 bit."""
+    """Strict JSON; unlike orjson's, with integers above 64 bit, and lone surrogates as escapes."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:

@@ -74,8 +74,8 @@ def test_a_planted_token_is_the_worst_one(bench: Bench, number: int, token: int,
     worst = explain(samples, recorded, expected, ()).worst
     place = samples[number].places[token]
     assert (worst[0].rollout_id, worst[0].place, worst[0].piece) == (f"r{number}", place, f"p{place}")
-    assert worst[0].recorded - worst[0].expected == pytest.approx(sign * nats, abs=1e-5)
-    gaps = [abs(line.recorded - line.expected) for line in worst]
+    assert worst[0].log_probs[0] - worst[0].log_probs[1] == pytest.approx(sign * nats, abs=1e-5)
+    gaps = [token.size for token in worst]
     assert gaps == sorted(gaps, reverse=True)
 
 

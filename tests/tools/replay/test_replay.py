@@ -125,7 +125,7 @@ def test_influences_of_a_step_name_its_rollouts_and_moved_tokens(run: Path, caps
     assert (influences.of.sketch, influences.lr) == (0, SETTINGS.lr)
     assert influences.of.shares.sum() == pytest.approx(1.0)
     assert len(influences.tokens) == sum(sum(sample.loss_mask or ()) for group in batch_of(2) for sample in group)
-    changes = [abs(token.after - token.before) for token in influences.tokens]
+    changes = [token.size for token in influences.tokens]
     assert changes == sorted(changes, reverse=True)
     print_influences(influences, most=3)
     output = capsys.readouterr().out

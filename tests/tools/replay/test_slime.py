@@ -165,7 +165,7 @@ def test_samples_and_tokens_show_where_trainer_and_engine_differ(dump: Path, dum
     assert {sample.rollout_id: pytest.approx(sample.logprob_diff_max, abs=1e-6) for sample in result.samples} == apart
     worst = max(apart, key=apart.__getitem__)
     assert (result.samples[0].rollout_id, result.tokens[0].rollout_id, len(result.tokens)) == (worst, worst, 5)
-    assert abs(result.tokens[0].after - result.tokens[0].before) == pytest.approx(apart[worst], abs=1e-6)
+    assert result.tokens[0].size == pytest.approx(apart[worst], abs=1e-6)
 
 
 def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dumped, policy: Path) -> None:
