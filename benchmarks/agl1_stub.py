@@ -38,14 +38,21 @@ class Desk:
         self._ids += self._tokenizer.encode(self._tokenizer.eos_token, add_special_tokens=False)
         pairs = [[-0.5, one, None] for one in self._ids]
         meta: dict[str, Any] = {"id": "r", "finish_reason": {"type": "stop", "matched": self._ids[-1]}}
-        meta |= {"prompt_tokens": 0, "completion_tokens": len(self._ids), "cached_tokens": 0, "weight_version": "0"}
+        meta |= {
+            "prompt_tokens": "IDS",
+            "completion_tokens": len(self._ids),
+            "cached_tokens": 0,
+            "weight_version": "0",
+        }
         generated = {"text": text, "output_ids": self._ids, "meta_info": {**meta, "output_token_logprobs": pairs}}
-        self._generated = http_answer(orjson.dumps(generated))
+        self._generated = orjson.dumps(generated)
         self._completions: dict[tuple[int, int, bool], bytes] = {}
 
     def ask(self, path: bytes, body: bytes, send: Any) -> None:
         if path == b"/generate":
-            send(self._generated)
+            start = body.index(b"[", body.index(b'"input_ids"'))
+            tokens = body.count(b",", start, body.index(b"]", start)) + 1
+            send(http_answer(self._generated.replace(b'"IDS"', b"%d" % tokens)))
         elif path.endswith(b"/chat/completions"):
             asked = orjson.loads(body)
             messages, ids = asked["messages"], bool(asked.get("return_token_ids"))
