@@ -61,6 +61,7 @@ class RolloutStats:
     calls: Counter[str] = field(default_factory=Counter)  # "malformed", "unknown", "errors", and of these "timeouts"
     failed: Counter[str] = field(default_factory=Counter)  # calls by tool that raised or timed out
     failures: dict[str, str] = field(default_factory=dict)  # the first error text of each tool
+    example: str = ""  # the first malformed call
     open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()  # turns that the loss scale leaves out
     infos: dict[str, Any] = field(default_factory=dict)  # the scheduler's rollout_infos
@@ -77,10 +78,15 @@ class RolloutStats:
                 self.failed[result.call.name] += 1
                 self.failures.setdefault(result.call.name, str(result.content)[:_LONGEST_FAILURE])
 
+    def count_malformed(self, texts: Sequence[str]) -> None:
+        self.calls["malformed"] += len(texts)
+        self.example = self.example or "".join(texts[:1])[:_LONGEST_FAILURE]
+
     def tool_counts(self) -> dict[str, Any]:
         """The counts in the form of ``Sample.metadata["tools"]``."""
         counts = {name: self.calls[name] for name in ("malformed", "unknown", "errors", "timeouts")}
         failed = {"failed": dict(self.failed), "failures": self.failures} if self.failed else {}
+        failed |= {"example": self.example} if self.example else {}
         return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts, **failed}
 
     def metadata(self) -> dict[str, Any]:

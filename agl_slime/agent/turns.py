@@ -173,7 +173,7 @@ class _Turns:
         parsed = answer.parsed or AnswerParts(content=content)
         if answer.parsed is None and session.parser is not None and session.tools is not None:
             parsed = session.reader.read(content, answer.generation.output_ids)
-        session.stats.calls["malformed"] += len(parsed.malformed)
+        session.stats.count_malformed(parsed.malformed)
         added = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
         log_probs = answer.generation.log_probs if self.scheduler is not None else ()
         result = RolloutResponseChoice(

@@ -48,7 +48,7 @@ class Reading:
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
         stats = session.stats
-        stats.calls["malformed"] += len(parts.malformed)
+        stats.count_malformed(parts.malformed)
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
         for written in parts.calls:
             served = (self.reader or AnswerReader()).convert_types(written, parameters.get(written.name))

@@ -162,16 +162,18 @@ def silent_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """Offered tools that no rollout called."""
     offered: Counter[str] = Counter()
     called: set[str] = set()
-    malformed = 0
+    malformed, example = 0, ""
     for step in steps:
         for group in step.groups:
             tools = group.get("tools") or {}
             offered.update(tools.get("offered") or {})
             called |= set(tools.get("calls") or ())
             malformed += int(tools.get("malformed") or 0)
+            example = example or str(tools.get("example") or "")
         for name, n in offered.items():
             if n >= UNCALLED_ROLLOUTS and name not in called:
                 text = f"tool {name!r} was never called in {n} rollouts; {malformed} calls could not be parsed"
+                text += f", such as {example!r:.120}" if example else ""
                 advice = "compare the tool parser with the format that the model writes calls in, and say in the prompt"
                 yield _alarm("silent tool", step, text, f"{advice} when to call it", about=name)
 

@@ -303,8 +303,8 @@ def _sampled_ids(sample: Sample) -> bytes:
 
 
 def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
-    """The tool counts of a group: rollouts with the tool on offer, calls, malformed calls, and failed calls with an
-    error text by tool; ``None`` without tools."""
+    """The tool counts of a group: rollouts with the tool on offer, calls, malformed calls with an example, and failed
+    calls with an error text by tool; ``None`` without tools."""
     records = [member.samples[0].metadata.get("tools") for member in members if member.samples]
     records = [record for record in records if isinstance(record, Mapping)]
     offered = Counter(name for record in records for name in record.get("offered", ()))
@@ -313,6 +313,7 @@ def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
     failed = sum((Counter(record.get("failed", {})) for record in records), Counter())
     failures = {name: text for record in reversed(records) for name, text in record.get("failures", {}).items()}
     more = {"failed": dict(failed), "failures": failures} if failed else {}
+    more |= {"example": text} if (text := next((r["example"] for r in records if r.get("example")), "")) else {}
     return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if records else None
 
 

@@ -28,7 +28,7 @@ _METADATA: dict[str, Any] = {
 _METADATA |= {"fork_reason": str, "token_source": str, "stop_reason": str, "finish_reason": str, "source_name": str}
 _METADATA |= {"instance_id": str}
 _METADATA["tools"] = {"offered": [str], "calls": {str: int}, "malformed": int, "failed": {str: int}}
-_METADATA["tools"] |= {"failures": {str: str}}
+_METADATA["tools"] |= {"failures": {str: str}, "example": str}
 _STATUS = {status.value: status for status in Sample.Status}
 _reading = threading.Lock()  # torch has one list of safe classes per process
 

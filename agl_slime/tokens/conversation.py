@@ -257,7 +257,13 @@ class ChatContext:
         given = self._answers.convert(answer)
         thinking = str(given.message.get(self._template.fields.thinking or "") or "")
         sampled = SampledAnswer(_content(answer), turn.stop_text, given.closed, thinking)
-        return self._template.addition(self._answers.messages(messages), len(messages) - new, sampled, asked=asked)
+        given = self._given(messages, turn.end)
+        return self._template.addition(given, len(messages) - new, sampled, asked=asked)
+
+    def _given(self, messages: Sequence[Message], kept: int) -> list[Message]:
+        """``messages`` in the template's fields, after the first ``kept`` ids."""
+        turns = (turn for turn in self._turns if turn.end <= kept)
+        return self._answers.messages(messages, lambda: {id(self.messages[turn.n_messages - 1]) for turn in turns})
 
     def _addition(self, messages: Sequence[Message], turn: SampledTurn) -> Addition | RewrittenHistory:
         """The template's addition after the answer of ``turn``, from a window of the history where that is exact (see
@@ -320,7 +326,7 @@ class ChatContext:
 
     def _rendered(self, turn: SampledTurn | None = None) -> Plan:
         """The conversation as the template renders it, after the kept history of ``turn``."""
-        given = self._answers.messages(self._base)
+        given = self._given(self._base, turn.start if turn else 0)
         rendered = self._template.render_prompt(given)
         keep = skip = 0
         if turn is not None:

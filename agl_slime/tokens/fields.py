@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,15 +25,18 @@ _NAMES = re.compile(r"\w*(?:reason|think|thought)\w*")
 _ARGUMENTS = re.compile(r"(?<![\w.'\"])\w*(?:thinking|reasoning|history)\w*(?!\w*['\"])")
 _PROBE = "SENTINELthoughtSENTINEL"
 _FUNCTION = "SENTINELcallSENTINEL"
+_RESULT = "SENTINELresultSENTINEL"
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnswer:
-    """The message of an answer in the template's fields. ``closed`` is off if the answer ended within its thinking."""
+    """The message of an answer in the template's fields. ``closed`` is off if the answer ended within its thinking.
+    ``moved`` is its content where the template writes that behind the results of its calls."""
 
     message: Message
     closed: bool = True
+    moved: str = ""
 
 
 @dataclass(eq=False)
@@ -72,6 +75,12 @@ class AnswerFields:
         fields = {self.thinking: _PROBE, "tool_calls": [_call(_FUNCTION, "SENTcall0", {"x": 1})]}
         return any(self._writes(words, fields) for words in (_FUNCTION, "SENTcall0"))
 
+    @functools.cached_property
+    def moves_content(self) -> bool:
+        """Whether the template writes the content of an answer with calls behind their results (Gemma 4)."""
+        texts = self._rendered({"content": _PROBE, "tool_calls": [_call("f", "call00000", {"x": 1})]})
+        return any(0 <= text.find(_RESULT) < text.find(_PROBE) for text in texts)
+
     def convert(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> TemplateAnswer:
         """The message of an answer with this text, which is the content if the template has no other fields."""
         parts = reader.read(text, ids)
@@ -91,7 +100,8 @@ class AnswerFields:
             message["tool_calls"] = calls
             if self.thinking in message and not self.content_beside:
                 message["content"] = ""  # harmony writes the thinking in its place
-        return TemplateAnswer(message, parts.reasoning_closed)
+        moved = message["content"] if calls and self.moves_content else ""
+        return TemplateAnswer(message, parts.reasoning_closed, moved)
 
     def without_thinking(self, message: Message) -> Message:
         """``message`` without its thinking."""
@@ -117,6 +127,8 @@ class AnswerFields:
         if parts.reasoning is None:
             return parts.content
         before, mark, _ = text.partition(self.marks[1])
+        if parts.reasoning and not before.rstrip().endswith(parts.reasoning):  # a call ended the thinking
+            before, mark = text[: text.find(parts.reasoning) + len(parts.reasoning)], self.marks[1]
         return f"{before}{mark}\n\n{parts.content}" if mark else text
 
     def _writes(self, words: str, fields: Mapping[str, Any]) -> bool:
@@ -127,7 +139,9 @@ class AnswerFields:
         answer: Message = {"role": "assistant", "content": "!", **fields}
         called = {"tool_calls": [_call("f", "call00000", {"x": 1})], **answer}
         number = len(called["tool_calls"])
-        results = [{"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": "r"} for n in range(number)]
+        results = [
+            {"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": _RESULT} for n in range(number)
+        ]
         probes: list[list[Message]] = [[_QUESTION, called], [_QUESTION, called, *results]]
         for probe in probes if "tool_calls" in answer else [[_QUESTION, answer], *probes]:
             try:
@@ -179,8 +193,15 @@ class AnswerMessages:
             answer if message.keys() == {"role", "content"} else replace(answer, message={**message, **answer.message})
         )
 
-    def messages(self, messages: Sequence[Message]) -> list[Message]:
-        return [self.convert(message).message for message in messages]
+    def messages(self, messages: Sequence[Message], sampled: Callable[[], Collection[int]] = tuple) -> list[Message]:
+        """All in the template's fields. ``sampled`` gives the ids of messages that stand as they were sampled: content
+        that the template would move is not given to it again."""
+        answers = [*map(self.convert, messages)]
+        placed = sampled() if any(answer.moved for answer in answers) else ()
+        pairs = zip(messages, answers, strict=True)
+        return [
+            {**each.message, "content": ""} if id(it) in placed and each.moved else each.message for it, each in pairs
+        ]
 
 
 def _call(name: str, identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

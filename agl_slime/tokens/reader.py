@@ -59,8 +59,9 @@ class AnswerReader:
         if not self.opened and opening.startswith(begun := text.lstrip()) and begun != opening:
             return AnswerParts()
         reasoning, content, closed = self._split(text)
-        if reasoning is not None and not closed:
-            return AnswerParts(cut_at_marks(reasoning, self.thinking[1:]).rstrip(), False)
+        marks = self._ending_marks()
+        if reasoning is not None and (not closed or any(mark in reasoning for mark in marks)):
+            return AnswerParts(cut_at_marks(reasoning, (*self.thinking[1:], *marks)).rstrip(), False)
         if self.parser is not None:
             content = cut_at_marks(content, self.parser.marks()).strip()
         return AnswerParts(reasoning, closed, content)
@@ -72,7 +73,7 @@ class AnswerReader:
     def _marks(self) -> tuple[str, ...]:
         if self.channels:
             return HarmonyParser.tokens
-        return *self.thinking, *(self.parser.tokens if self.parser is not None else ())
+        return *self.thinking, *(self.parser.signs() if self.parser is not None else ())
 
     def _parts(self, text: str) -> AnswerParts:
         if self.channels:
@@ -80,23 +81,42 @@ class AnswerReader:
             parts = replace(parts, content=parts.content.strip())
             return parts if self.parser is not None else replace(parts, calls=(), malformed=())
         reasoning, content, closed = self._split(text)
-        if self.parser is None or (reasoning is not None and not closed):
+        if self.parser is None:
             return AnswerParts(reasoning, closed, content)
-        parsed = self.parser.parse(content)
-        return replace(parsed, reasoning=reasoning, reasoning_closed=closed, content=parsed.content.strip())
+        may_call, closing = any(mark in (reasoning or "") for mark in self._ending_marks()), self.thinking[1]
+        begun = (self._thinking_in(text) if may_call else None) or ""
+        at = self.parser.first_call(begun)
+        if at is not None and closing not in begun[:at]:
+            reasoning, closed, parsed = begun[:at].strip(), True, self.parser.parse(begun[at:])
+            parsed = replace(parsed, content=parsed.content.replace(closing, "", 1))
+        else:
+            parsed = self.parser.parse(content)
+        malformed = parsed.malformed
+        if not (parsed.calls or malformed):
+            signs = [sign for sign in self.parser.signs() if sign in text]
+            malformed = (text[min(map(text.index, signs)) :],) if signs else ()
+        return AnswerParts(reasoning, closed, parsed.content.strip(), parsed.calls, malformed)
+
+    def _ending_marks(self) -> tuple[str, ...]:
+        """The marks of calls that may end the thinking."""
+        return self.parser.marks() if self.parser is not None and self.parser.ends_thinking else ()
 
     def _split(self, text: str) -> tuple[str | None, str, bool]:
-        """The reasoning, the text after it, and whether the reasoning is closed."""
+        """The reasoning up to its mark, the text after it, and whether the reasoning is closed."""
         special = special_tokens(self.tokenizer) if self.tokenizer is not None and self.parser is None else None
         text = text if special is None else special.sub("", text)
-        opening, closing = self.thinking
-        begun = text.lstrip()
-        if begun.startswith(opening):
-            begun = begun[len(opening) :]
-        elif not (self._seems_opened(text) if self.opened is None else self.opened):
+        begun = self._thinking_in(text)
+        if begun is None:
             return None, text, True
-        thought, mark, rest = begun.partition(closing)
-        return thought.strip(), rest.lstrip("\n") if mark else "", bool(mark)
+        thought, mark, rest = begun.partition(self.thinking[1])
+        return thought.strip(), rest.lstrip("\n"), bool(mark)
+
+    def _thinking_in(self, text: str) -> str | None:
+        """An answer from the beginning of its reasoning on; ``None`` without reasoning."""
+        begun, opening = text.lstrip(), self.thinking[0]
+        if begun.startswith(opening):
+            return begun[len(opening) :]
+        return begun if (self._seems_opened(text) if self.opened is None else self.opened) else None
 
     def _seems_opened(self, text: str) -> bool:
         before, mark, _ = text.partition(self.thinking[1])

@@ -33,8 +33,9 @@ def group_of(members: Sequence[MemberResult]) -> GroupResult:
     return GroupResult(group_id="g", mode="train", size=len(members), members=tuple(members), ready=True)
 
 
-async def test_tools_are_called_until_an_answer_calls_none() -> None:
-    played = await rollout(ToolAgent, ["Let me see." + CALL + CALL, "Three."])
+@pytest.mark.parametrize("thinking", ["", "<think>\n"])
+async def test_tools_are_called_until_an_answer_calls_none(thinking: str) -> None:
+    played = await rollout(ToolAgent, [thinking + "Let me see." + CALL + CALL, "Three."])
     sample = played.sample
     assert trained_ids(sample) == played.sampled
     assert '"name": "look"' in played.prompts[0]
@@ -99,6 +100,7 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_in_the_prompt
     played = await rollout(ToolAgent, [CALL + broken, unknown, BAD_KEY, "Three."])
     counts = played.sample.metadata["tools"]
     assert (counts["malformed"], counts["unknown"], counts["errors"], counts["calls"]) == (1, 1, 1, {"look": 2})
+    assert counts["example"] == broken
     assert "there is no tool named 'seek'" in played.prompts[-1]
     assert "Error: KeyError: 'xx'" in played.prompts[-1]
     assert trained_ids(played.sample) == played.sampled
@@ -113,14 +115,14 @@ async def test_always_failing_tool_raises_an_alarm_with_its_exception() -> None:
         samples = tuple((await rollout(Agent, [*answers, "Three."], tools=[look])).samples)
         return group_of([MemberResult(rollout_id=f"r{n}", group_id="g", samples=samples, reward=1.0) for n in range(6)])
 
-    partly = await group(CALL + CALL, CALL.replace("key", "kee"))
+    partly = await group(CALL + CALL, CALL.replace("key", "kee"), f"Then {CALL[:-9]}")
     counts = partly.members[0].samples[0].metadata["tools"]
     assert (counts["calls"], counts["errors"], counts["failed"]) == ({"look": 3}, 3, {"look": 2})  # one is the model's
     assert counts["failures"] == {"look": "Error: ConnectionError: no such host for kz"}
     metrics = collect_metrics([partly], collect_s=1.0)
     assert (metrics["tools/calls"], metrics["tools/errors"]) == (18, 18)
     line = describe_group(partly, collected=1)
-    assert line["tools"]["failed"] == {"look": 12}
+    assert (line["tools"]["failed"], line["tools"]["example"]) == ({"look": 12}, CALL[:-9])
     assert find_step_alarms([line], best=None) == []  # a third of its calls did not reach it
     [alarm] = find_step_alarms([describe_group(await group(CALL + CALL), collected=1)], best=None)
     assert alarm.text == "12 of 12 calls of tool 'look' failed: ConnectionError: no such host for kz"

@@ -57,6 +57,7 @@ def test_template_error_is_a_400_with_the_templates_message(path: str) -> None:
 JSON_CALL = '<tool_call>{"arguments":{"city":"Rome"},"name":"weather"}</tool_call>'
 # as the model writes a call: the template's white space and order of keys make no fork
 CALLS = {"Qwen3.8": XML_CALL, "Nemotron 3 Super": XML_CALL.replace("\n", "", 1), "Kimi K2.5": JSON_CALL}
+CALLS["Gemma 4"] = JSON_CALL  # whose template moves the content behind the results
 
 
 def thought(number: int) -> str:
@@ -64,10 +65,10 @@ def thought(number: int) -> str:
 
 
 def says(model: str, turns: int) -> list[str]:
-    """Answers that begin within the thinking that the prompt has opened; every third has two calls."""
-    call = CALLS[model]
+    """Answers that begin within the thinking that the prompt has opened, if it does; every third has two calls."""
+    call, opening = CALLS[model], "<think>\n" * (not MODELS[model].opening)
     texts = [f"I look.{call}{call if number % 3 == 2 else ''}" for number in range(turns - 1)]
-    return [f"{thought(number)}\n</think>\n\n{text}" for number, text in enumerate([*texts, "Sunny."])]
+    return [f"{opening}{thought(number)}\n</think>\n\n{text}" for number, text in enumerate([*texts, "Sunny."])]
 
 
 @pytest.mark.parametrize("model", CALLS)

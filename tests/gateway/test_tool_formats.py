@@ -10,10 +10,22 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_slime.tokens.attributes import TOOLS as TOOL_COUNTS
 from agl_slime.tokens.formats import get_tool_parser
-from tests.gateway.protocols import CHATS, TOOLS, assistant, body_of, delta_of, events_of, openai_client, text_of, user
+from tests.gateway.protocols import (
+    CHATS,
+    TOOLS,
+    Talk,
+    assistant,
+    body_of,
+    delta_of,
+    events_of,
+    openai_client,
+    text_of,
+    user,
+)
 from tests.harness.engine_faults import Abort
-from tests.harness.gateway import HELLO, WEATHER, Case, one_sample, post, serving, trained_once
+from tests.harness.gateway import HELLO, WEATHER, Case, one_sample, post, prompts, serving, trained_once
 from tests.harness.tool_formats import FORMATS, template_of, tokenizer_of, written
 
 CITIES = ["Rome", "Oslo\nand </think> <b>", "São Paulo"]
@@ -98,6 +110,33 @@ def test_parallel_calls_are_returned_and_mentioned_or_broken_ones_are_not(kind: 
         trained_once(case.turns, case.segments)
         completion = post(case, "completions", prompt="As it is:", max_tokens=1024)
         assert completion["choices"][0]["text"] == answers[-1]  # no template, no tools
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if get_tool_parser(kind).ends_thinking])
+def test_a_call_before_the_end_of_thinking_is_made_in_one_sample(kind: str) -> None:
+    """The next prompt is the sampled tokens, without a mark that they lack, and the results."""
+    opening, closing = FORMATS[kind].thinking
+    call, tokenizer = single_call(kind), tokenizer_of(kind, opens=True)
+    mark, last = get_tool_parser(kind).marks()[-1], f"{mention(kind)}{closing}It is 20 degrees."
+    answers = [f"I look.{call}", f"I look again.{call}{closing}", last]
+    with serving(*answers * 3, *answers * 3, tokenizer=tokenizer, sampling={"max_new_tokens": 1024}) as case:
+        for number, path in enumerate(CHATS):
+            talk = Talk(case, path, tools=TOOLS[path])
+            talk.ask(user(f"{number}?"))
+            for _ in answers[1:]:
+                assert talk.text == "", path
+                talk.ask(*talk.results())
+            assert talk.text == "It is 20 degrees.", path
+        trained_once(case.turns, case.segments)
+        assert [len(segment.placements) for segment in case.segments] == [3, 3, 3]
+        added = f"<|im_end|>\n<|im_start|>tool\nfine<|im_end|>\n<|im_start|>assistant\n{opening}\n"
+        assert prompts(case)[2].endswith(f"{answers[0]}{added}{answers[1]}{added}")
+        for path in CHATS:
+            for expected in (*[("", [("weather", {"city": "Rome"})])] * 2, ("It is 20 degrees.", [])):
+                assert ask(case, path, "How?", stream=True) == expected
+        case.close()
+        tools = json.loads(case.summary[TOOL_COUNTS])
+        assert (tools["calls"], tools["malformed"], tools["example"]) == ({"weather": 12}, 6, last[last.index(mark) :])
 
 
 KIMI_CALL = (

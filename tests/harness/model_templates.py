@@ -15,7 +15,8 @@ class Ways:
     developer: Literal["written", "refused", "dropped"] = "dropped"
     alternate: bool = False  # refuses two questions in a row
     calls: Literal["json", "items", "text", "one", "either"] = "json"
-    results: Literal["role", "grouped", "after_a_call"] = "role"
+    # in_the_answer: in its turn, the content behind them; the next answer goes on in that turn
+    results: Literal["role", "grouped", "after_a_call", "in_the_answer"] = "role"
     thinking: Literal["kept", "last", "steps", "none"] = "kept"  # steps: after the last answer without calls
     reads: Literal["field", "both"] = "both"  # thinking from ``reasoning_content``, or also from marks in the content
     opening: str = ""  # of an answer
@@ -53,7 +54,9 @@ def template_of(ways: Ways) -> str:
         head, tail = "{{- '<tool_call>\\n<function=' + c.function.name + '>\\n' }}", "</function>\\n</tool_call>"
     if ways.calls == "text":
         head, tail = "{{- '<tool_call>' + c.function.name + '\\n' }}", "</tool_call>"
+    inside = ways.results == "in_the_answer"
     pieces = [
+        f"{{%- set inside = {str(inside).lower()} %}}",
         "{%- set n = namespace(question=-1, answer=-1, turn=0, called=false, system='') %}",
         "{%- for m in messages %}{%- if m.role == 'user' %}{%- set n.question = loop.index0 %}{%- endif %}"
         "{%- if m.role == 'assistant' and not m.tool_calls %}{%- set n.answer = loop.index0 %}{%- endif %}"
@@ -77,11 +80,11 @@ def template_of(ways: Ways) -> str:
         "{%- if '</think>' in text and not thought and " + str(ways.reads == "both").lower() + " %}",
         "{%- set text = m.content.split('</think>')[-1].lstrip('\\n') %}",
         "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{%- endif %}",
-        "{{- '<|im_start|>assistant\\n' }}",
-        "{%- if thought and "
+        "{%- if not (inside and loop.previtem and loop.previtem.role == 'tool') %}{{- '<|im_start|>assistant\\n' }}",
+        "{%- endif %}{%- if thought and "
         + thought[ways.thinking]
         + " %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}",
-        "{{- text }}",
+        "{{- text if not (inside and m.tool_calls) }}",
         "{%- if m.tool_calls %}{%- set n.called = true %}",
         "{%- if m.tool_calls | length > 1 %}" + _REFUSE["calls"] + "{%- endif %}" if ways.calls == "one" else "",
         "{%- for c in m.tool_calls %}"
@@ -90,12 +93,15 @@ def template_of(ways: Ways) -> str:
         + "{{- '"
         + tail
         + "' }}{%- endfor %}{%- endif %}",
-        "{{- '<|im_end|>\\n' }}",
+        _IN_THE_ANSWER if inside else "{{- '<|im_end|>\\n' }}",
         "{%- elif m.role == 'tool' %}",
+        "{%- if inside %}{%- else %}",
         "{%- if not n.called %}" + _REFUSE["results"] + "{%- endif %}" if ways.results == "after_a_call" else "",
-        _GROUPED if ways.results == "grouped" else _WRITE,
+        (_GROUPED if ways.results == "grouped" else _WRITE) + "{%- endif %}",
         "{%- else %}" + _REFUSE["role"] + "{%- endif %}{%- endfor %}",
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n" + ways.opening.replace("\n", "\\n") + "' }}",
+        "{%- if add_generation_prompt and not (inside and messages[-1].role == 'tool') %}{{- '<|im_start|>assistant\\n"
+        + ways.opening.replace("\n", "\\n")
+        + "' }}",
         "{%- endif %}",
     ]
     return "".join(pieces)
@@ -105,6 +111,14 @@ _GROUPED = (
     "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
     "{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"
+)
+
+_IN_THE_ANSWER = (
+    "{%- set r = namespace(open=m.tool_calls, any=false) %}{%- for t in messages[loop.index0 + 1 :] %}"
+    "{%- set r.open = r.open and t.role == 'tool' %}{%- if r.open %}{{- '<|im_end|>' if not r.any }}"
+    "{{- '<tool_response>' + t.content + '</tool_response>' }}{%- set r.any = true %}{%- endif %}{%- endfor %}"
+    "{{- text if m.tool_calls }}{{- '<|im_end|>' if text or not r.any }}"
+    "{{- '\\n' if not m.tool_calls or (r.any and text) }}"
 )
 
 _QWEN35 = Ways(
@@ -140,6 +154,7 @@ MODELS = {
     "MiniMax-M2": Ways(system="dropped", calls="items", results="after_a_call", thinking="last", opening="<think>\n"),
     "Mistral Nemo": Ways(system="refused", developer="refused", alternate=True, calls="either"),
     "Gemma 2": Ways(system="never", developer="refused", alternate=True),
+    "Gemma 4": Ways(developer="written", results="in_the_answer", thinking="last"),
     "Nemotron 3 Super": Ways(developer="written", calls="items", thinking="last", reads="field", opening="<think>\n"),
     "SmolLM3": Ways(system="dropped", thinking="last"),
 }

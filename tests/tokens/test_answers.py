@@ -81,23 +81,29 @@ def test_rendered_answer_is_parsed_back(
     assume(closing not in thought and opening not in thought and "<|" not in thought)
     if kind == "llama_json" and listed:
         content = ""
-    parts = AnswerReader(get_tool_parser(kind), False, FORMATS[kind].thinking, channels=kind == "harmony").read(
-        written(kind, listed, content, thought or None)
-    )
+    parser, text = get_tool_parser(kind), written(kind, listed, content, thought or None)
+    reader = AnswerReader(parser, False, FORMATS[kind].thinking, channels=kind == "harmony")
+    parts = reader.read(text)
     expected = [(name, as_written(kind, arguments)) for name, arguments in listed]
     assert [(call.name, dict(call.arguments)) for call in parts.calls] == expected
-    assert (parts.reasoning or "", parts.content, parts.malformed) == (thought, content, ())
+    assert (parts.reasoning or "", parts.content) == (thought, content)
+    assert not parts.malformed or not listed
+    if thought and listed and parser.ends_thinking and not any(mark in thought for mark in parser.marks()):
+        ended = reader.read(text.replace(closing, "", 1))  # by the first call, with the content in the thinking
+        assert (ended.calls, ended.content, ended.malformed) == (parts.calls, "", ())
+        assert (ended.reasoning or "").split() == f"{thought} {content}".split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@example(listed=[], content="", thought='<|end|>"<|"|>')
-@given(listed=calls, content=texts, thought=texts)
+@example(listed=[], content="", thought='<|end|>"<|"|>', closed=True)
+@given(listed=calls, content=texts, thought=texts, closed=st.booleans())
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 def test_visible_text_is_a_prefix_of_the_whole(
-    kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, thought: str
+    kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, thought: str, closed: bool
 ) -> None:
     assume(writable(kind, listed))
     text = written(kind, listed, content, thought.strip() or None)
+    text = text if closed else text.replace(FORMATS[kind].thinking[1], "", 1)
     reader = AnswerReader(get_tool_parser(kind), False, FORMATS[kind].thinking, channels=kind == "harmony")
     whole, last = reader.read(text), AnswerParts()
     for end in range(len(text) + 1):
@@ -114,14 +120,16 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     call = written(kind, [("look", {"key": "kz"})]).strip()
     ids = tokenizer.encode(call, add_special_tokens=False)
-    reader = reader_for(tokenizer, opened=False, offered=True)
+    reader, parser = reader_for(tokenizer, opened=False, offered=True), get_tool_parser(kind)
     assert [each.name for each in reader.read(call, ids).calls] == ["look"]
     spelled = spell(tokenizer, call)
     assert tokenizer.decode(spelled) == call
     mentioned = reader.read(call, spelled)
     both = reader.read(f"{call} and {call}", [*spelled, *tokenizer.encode(" and ", add_special_tokens=False), *ids])
     if kind not in ("llama_json", "harmony"):  # Llama's call needs no mark
-        assert (mentioned.calls, mentioned.malformed, mentioned.content) == ((), (), call)
+        words = ["call:look{", *parser.signs()]
+        in_words = any(sign in call and not any(mark in sign for mark in FORMATS[kind].marks) for sign in words)
+        assert (mentioned.calls, len(mentioned.malformed), mentioned.content) == ((), in_words, call)
         assert ([each.name for each in both.calls], both.content) == (["look"], f"{call} and")
         assert both.calls[0].arguments == {"key": "kz"}
 

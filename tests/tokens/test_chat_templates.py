@@ -287,6 +287,27 @@ def context_of(template: str, *tokens: str, messages: Any = ASK, **options: Any)
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=messages), tokenizer
 
 
+@pytest.mark.parametrize("place", [2, 14])  # a result; the answer to the second question
+def test_content_that_a_template_moves_stays_where_it_was_sampled(place: int) -> None:
+    """A prompt that forks is the template's own, with the content behind the results."""
+    context, tokenizer = context_of(template_of(MODELS["Gemma 4"]), tools=TOOLS)
+    for number in range(12):
+        prompt, _ = answer(context, tokenizer, f"I look {number}.\n{CALL}")
+        assert (context.fork, text_of(tokenizer, prompt).count("I look")) == (None, number)
+        context.add({"role": "tool", "tool_call_id": "call_0", "content": "one"}, *[THEN] * (number == 5))
+    result = "<tool_response>one</tool_response>"
+    assert text_of(tokenizer, context.prompt_ids()).endswith(f"I look 11.\n{CALL}<|im_end|>{result}")
+    context.messages[place] = {**context.messages[place], "content": "two"}
+    for fork in (ForkReason.EDITED_HISTORY, None):
+        prompt, _ = answer(context, tokenizer, f"I look again.\n{CALL}")
+        assert context.fork is fork
+        text = text_of(tokenizer, prompt)
+        assert f"I look 0.\n{CALL}<|im_end|><tool_response>{'two' if place == 2 else 'one'}</tool_response>" in text
+        assert f"{CALL}<|im_end|>{result}I look 11.<|im_end|>\n" in text
+        context.add({"role": "tool", "tool_call_id": "call_0", "content": "one"})
+    assert text.endswith(f"I look again.\n{CALL}<|im_end|>{result}")
+
+
 @pytest.mark.parametrize("rest", ["", "Then", '<tool_call>\n{"name": "wea'])
 def test_answer_truncated_after_a_call_is_closed_as_the_template_does(rest: str) -> None:
     context, tokenizer = context_of(ENDS_CALLS, "<|results|>", tools=TOOLS)

@@ -114,8 +114,10 @@ def drive(data: st.DataObject, tokenizer: Any) -> None:
 
 
 def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
-    """The messages with the parts of answers in the fields that the template reads."""
-    return AnswerMessages(template.fields, template.reader, all_raw=True).messages(messages)
+    """The messages with the parts of answers in the fields that the template reads, but for content that it moves."""
+    return AnswerMessages(template.fields, template.reader, all_raw=True).messages(
+        messages, lambda: {*map(id, messages)}
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def test_any_history_under_the_templates_of_current_models(model: str, data: st.
         developer=st.sampled_from(["written", "refused", "dropped"]),
         alternate=st.booleans(),
         calls=st.sampled_from(["json", "items", "text", "one", "either"]),
-        results=st.sampled_from(["role", "grouped", "after_a_call"]),
+        results=st.sampled_from(["role", "grouped", "after_a_call", "in_the_answer"]),
         thinking=st.sampled_from(["kept", "last", "steps", "none"]),
         reads=st.sampled_from(["field", "both"]),
         opening=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),

@@ -25,6 +25,8 @@ BLOCKS = [kind for kind in CALLS if isinstance(get_tool_parser(kind), BlockParse
 QUOTED = ["hermes", "kimi", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "gemma4", "lfm2", "solar"]
 MENTIONS = ("I write {} now. ", "{} ", "As {}, then:\n", "{}{}")
 THOUGHTS = ("<think>hm {} hm</think>", "hm {} hm</think>", "<think>{}</think>")
+# SGLang's readers of thinking with a ``tool_start_token``, and MiniMax's, which leaves thinking in the content
+ENDS_THINKING = ["hermes", "qwen_xml", "glm", "hunyuan", "kimi", "cohere", "minimax"]
 MARKED = ("<think>", "</think>", "a <think> b </think> c", "</think><think>")
 
 
@@ -111,7 +113,7 @@ def test_marks_in_an_argument_are_an_argument(kind: str) -> None:
             assert keys_of(AnswerReader(parser, opened).read("So: " + call)) == [value]
         text = thought.format(CALLS[kind]) + call + "so" + call
         parsed = AnswerReader(parser, not thought.startswith("<")).read(text)
-        assert (keys_of(parsed), parsed.malformed) == ([value, value], ())
+        assert (keys_of(parsed), parsed.malformed) == (["kz"] * (kind in ENDS_THINKING) + [value, value], ())
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "harmony"])
@@ -171,6 +173,7 @@ def test_llama_separates_calls_by_semicolons_and_may_tag_them() -> None:
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{\n```<｜tool▁call▁end｜>"),
         ("deepseek_v32", '<｜DSML｜invoke name="look">\nkz</｜DSML｜invoke>'),
         ("harmony", "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"),
+        ("harmony", "<|channel|>commentary to=functions.look <|constrain|>json"),
     ],
 )
 def test_malformed_calls_stay_text_and_are_listed(kind: str, text: str) -> None:
@@ -180,14 +183,60 @@ def test_malformed_calls_stay_text_and_are_listed(kind: str, text: str) -> None:
     assert parsed.content.endswith(text)
 
 
-def test_calls_in_thoughts_are_not_made() -> None:
-    reader, opened = AnswerReader(get_tool_parser("hermes")), AnswerReader(get_tool_parser("hermes"), opened=True)
-    call = CALLS["hermes"]
-    assert reader.read(f"<think>Maybe {call}?</think>No.").calls == ()
-    assert reader.read(f"<think>Maybe {call}").calls == ()
-    assert opened.read(f"Maybe {call}</think>No.").calls == ()
-    assert opened.read(f"Maybe {call}") == AnswerParts(f"Maybe {call}", False)
-    assert len(reader.read(f"Maybe?</think>{call}").calls) == 1
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_complete_call_ends_the_thinking_where_it_does_in_sglang(kind: str) -> None:
+    parser, (opening, closing) = get_tool_parser(kind), FORMATS[kind].thinking
+    values = ("kz", opening, closing, f"{closing}{opening}")
+    for opened, value, after in itertools.product((True, False), values, ("", closing, f"\n{closing}\n\nNo.")):
+        reader, begun = AnswerReader(parser, opened, (opening, closing)), "" if opened else opening
+        call = CALLS[kind].replace("kz", value)
+        parts = reader.read(f"{begun}Maybe {call}{after}")
+        rest = after.removeprefix("\n").removeprefix(closing).strip()
+        if kind in ENDS_THINKING:
+            assert (parts.reasoning, keys_of(parts), parts.content, parts.malformed) == ("Maybe", [value], rest, ())
+            assert parts.reasoning_closed
+        else:
+            assert (parts.calls, len(parts.malformed), parts.reasoning_closed) == ((), 1, closing in call + after)
+        for no_call in (*parser.marks(), CALLS[kind].partition("kz")[0]):
+            parts = reader.read(f"{begun}Maybe {no_call} then.{after}")
+            assert (parts.calls, len(parts.malformed), parts.content) == ((), no_call != "call:", rest)
+            assert (parts.reasoning, parts.reasoning_closed) == (f"Maybe {no_call} then.", bool(after))
+        assert len(AnswerReader(parser, None, (opening, closing)).read(f"Maybe?{closing}{call}").calls) == 1
+
+
+UNMARKED = {
+    "qwen_xml": ("{}<function=look>\n<parameter=key>\n{}\n</parameter>\n</function>{}", "</tool_call>"),
+    "seed": ("{}<function=look>\n<parameter=key>{}</parameter>\n</function>{}", "</seed:tool_call>"),
+    "gemma4": ('{}call:look{{key:<|"|>{}<|"|>}}{}', "<tool_call|>"),
+}
+
+
+@pytest.mark.parametrize("kind", UNMARKED)
+def test_a_call_without_its_first_mark_is_a_call_and_alone_is_counted(kind: str) -> None:
+    (form, end), (opening, closing) = UNMARKED[kind], FORMATS[kind].thinking
+    reader = AnswerReader(get_tool_parser(kind), opened=True, thinking=(opening, closing))
+    for value, before in itertools.product(("kz", closing, "</function> <tool_call>", "{}"), ("", "I look.\n")):
+        parts = reader.read(f"hm{closing}\n" + form.format(before, value, f"\n{end}"))
+        assert (keys_of(parts), parts.content, parts.malformed) == ([value], before.strip(), ())
+    mentioned = form.format("", "kz", "")
+    parts = reader.read(f"hm{closing}I write {mentioned} then.")
+    assert (parts.calls, parts.content, len(parts.malformed)) == ((), f"I write {mentioned} then.", 1)
+    assert keys_of(reader.read(f"hm{closing}{mentioned}")) == ["kz"] * (kind == "gemma4")
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_an_answer_with_marks_and_without_calls_is_counted_once(kind: str) -> None:
+    parser = get_tool_parser(kind)
+    reader = AnswerReader(parser, opened=False, channels=kind == "harmony")
+    call = CALLS[kind]
+    for sign in parser.signs():
+        text = f"I write {sign} so."
+        assert reader.read(text) == AnswerParts(content=text, malformed=(text[text.index(sign) :],))
+        assert reader.read(text.replace(sign, sign.lower().strip("<>[]|｜"))).malformed == ()
+    for end in range(3, len(call)):  # cut anywhere, at most one is counted
+        parts = reader.read(call[:end])
+        assert len(parts.calls) + len(parts.malformed) <= 1
+    assert len(reader.read(call[: call.index("kz")]).malformed) == 1
 
 
 PIECES = (

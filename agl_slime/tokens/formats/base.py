@@ -1,7 +1,7 @@
 """Base classes of tool call formats, and the registry of their parsers.
 
 A parser never raises and never repairs: text that looks like a call but cannot be parsed is ``malformed``, stays in the
-content, and is counted. A mark that is only mentioned is text.
+content, and is counted. A mark that is only mentioned is text; in an answer without any call the reader counts it, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,8 @@ class ToolParser(ABC):
     arguments; ``None`` for a format that no grammar describes."""
     between = "\n"  # separates two calls
     section = ("", "")  # surrounds all calls
+    ends_thinking = False
+    """Whether a complete call ends the thinking before it, as for this format's models in SGLang."""
 
     @abstractmethod
     def parse(self, text: str) -> AnswerParts: ...
@@ -38,6 +40,14 @@ class ToolParser(ABC):
     def marks(self) -> tuple[str, ...]:
         """The possible beginnings of calls: in a partial answer, text from one on may become a call."""
         return "{", "<|"
+
+    def signs(self) -> tuple[str, ...]:
+        """The texts of which one is in an answer that tries to call; an answer that has one and no call is counted."""
+        return tuple(filter(None, (*self.tokens, *self.template_marks)))
+
+    def first_call(self, text: str) -> int | None:
+        """The beginning of the first complete call, with the marks that open it; for formats with ``ends_thinking``."""
+        return None
 
     def forced_grammar(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """The grammar of one or several calls of ``functions`` and nothing else, as an xgrammar structural tag, which
@@ -90,43 +100,61 @@ class BlockParser(ToolParser):
         return *self.opening, self.begin
 
     def parse(self, text: str) -> AnswerParts:
-        content, done, at = "", 0, 0
+        content, done = "", 0
         calls: list[ToolCall] = []
         malformed: list[str] = []
-        unread = 0
-        while unread < _MAX_UNREAD and (start := text.find(self.begin, at)) >= 0:
-            at = start + len(self.begin)
-            unread += 1
-            if self.sectioned and _last(text, self.opening, start) <= _last(text, self.closing, start):
+        for start, end, read in self._blocks(text):
+            if not read:
+                malformed.append(text[start:end])
                 continue
-            try:
-                read, end = self.read(text, at)
-            except (ValueError, RecursionError):
-                if looks_like_call := self._unread(text, start, at):
-                    malformed.append(looks_like_call)
-                continue
-            unread -= 1
             calls += read
-            content += _without(text[done:start], self.opening)
-            done = at = _after(text, end, self.closing)
+            content += text[done:start]
+            done = end
         return AnswerParts(content=content + text[done:], calls=number_calls(calls), malformed=tuple(malformed))
 
-    def _unread(self, text: str, start: int, at: int) -> str:
-        """The text that looks like a call at ``start``; empty if the mark is only mentioned."""
+    def first_call(self, text: str) -> int | None:
+        return next((start for start, _, calls in self._blocks(text) if calls), None)
+
+    def _blocks(self, text: str) -> Iterator[tuple[int, int, list[ToolCall]]]:
+        """Begin and end of all calls, with the marks around them, and of text that looks like a call and is none."""
+        done = at = unread = 0
+        while unread < _MAX_UNREAD and (mark := text.find(self.begin, at)) >= 0:
+            at = mark + len(self.begin)
+            unread += 1
+            if self.sectioned and not self._in_section(text, mark):
+                continue
+            start = mark - _opening(text[done:mark], self.opening)
+            try:
+                calls, end = self.read(text, at)
+            except (ValueError, RecursionError):
+                if (end := self._unread(text, at)) is not None:
+                    yield start, end, []
+                continue
+            unread -= 1
+            done = at = _after(text, end, self.closing)
+            yield start, done, calls
+
+    def _in_section(self, text: str, at: int) -> bool:
+        return _last(text, self.opening, at) > _last(text, self.closing, at)
+
+    def _unread(self, text: str, at: int) -> int | None:
+        """The end of what looks like a call after the mark that ends at ``at``; ``None`` if the mark is mentioned."""
         following = text.find(self.begin, at)
         end = text.find(self.end, at) if self.end else -1
         if end >= 0 and not 0 <= following < end:
-            return text[start : end + len(self.end)]
-        return text[start : following if following >= 0 else None] if self.starts.match(text, at) else ""
+            return _after(text, end + len(self.end), self.closing)
+        return (following if following >= 0 else len(text)) if self.starts.match(text, at) else None
 
 
 def _last(text: str, marks: tuple[str, ...], before: int) -> int:
     return max((text.rfind(mark, 0, before) for mark in marks), default=-1)
 
 
-def _without(text: str, opening: tuple[str, ...]) -> str:
-    mark = next((mark for mark in opening if text.rstrip().endswith(mark)), None)
-    return text if mark is None else text.rstrip().removesuffix(mark)
+def _opening(text: str, opening: tuple[str, ...]) -> int:
+    """The length of the mark at the end of ``text``, with the blanks after it."""
+    bare = text.rstrip()
+    mark = next((mark for mark in opening if bare.endswith(mark)), None)
+    return 0 if mark is None else len(text) - len(bare) + len(mark)
 
 
 def _after(text: str, end: int, closing: tuple[str, ...]) -> int:

@@ -29,6 +29,9 @@ class HarmonyParser(ToolParser):
     def marks(self) -> tuple[str, ...]:
         return ("<|",)
 
+    def signs(self) -> tuple[str, ...]:
+        return ()  # all messages have its marks
+
     def forced_grammar(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         form = super().forced_grammar(functions)
         assert form is not None
@@ -49,13 +52,14 @@ class HarmonyParser(ToolParser):
         for part, ended in _messages(_PARTIAL_MARK.sub("", text) if sampling else text):
             header, mark, body = part.partition(_MESSAGE)
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-            if not mark:  # the beginning of a message, or an answer without messages
+            if not mark and (sampling or recipient is None):  # a message begins, or an answer without messages
                 content += [] if "assistant".startswith(header.strip()[:9]) else [header.partition("<|")[0]]
             elif recipient is not None:
                 if sampling and not ended:
                     continue
                 try:
-                    calls.append(ToolCall(name=recipient[1], arguments=read_object(body.strip() or "{}")))
+                    arguments = read_object((body.strip() or "{}") if mark else "")
+                    calls.append(ToolCall(name=recipient[1], arguments=arguments))
                 except ValueError:
                     malformed.append(part)
                     content.append(part)

@@ -53,6 +53,7 @@ class HermesParser(JsonBlockParser):
     """``<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4."""
 
     begin, end = "<tool_call>", "</tool_call>"
+    ends_thinking = True
     template_marks = ("<tool_call>",)
     call_grammar = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "json"
 
@@ -82,6 +83,7 @@ class CohereParser(JsonBlockParser):
     """``<|START_ACTION|>[{"tool_name": "f", "parameters": {"x": 1}}]<|END_ACTION|>``: Command R7B, A."""
 
     begin, end = "<|START_ACTION|>", "<|END_ACTION|>"
+    ends_thinking = True
     template_marks = ("<|START_ACTION|>",)
 
 
@@ -137,6 +139,7 @@ class KimiParser(NamedJsonParser):
     """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>``: Kimi K2."""
 
     begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    ends_thinking = True
     opening = "<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"
     closing = "<|tool_calls_section_end|>", "<|tool_call_section_end|>"
     template_marks = inner = ("<|tool_call_argument_begin|>",)

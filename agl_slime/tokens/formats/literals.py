@@ -73,13 +73,13 @@ def _value(node: ast.expr) -> Any:
 
 @register_tool_parser("gemma4")
 class Gemma4Parser(BlockParser):
-    """``<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>``: Gemma 4."""
+    """``<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>``: Gemma 4. Models leave out the first mark; an answer
+    that is a call and nothing else may lack both."""
 
-    begin, end = "<|tool_call>", "<tool_call|>"
-    template_marks = ("<|tool_call>",)
-    inner = ('<|"|>',)
-    starts = re.compile(r"\s*call:")
-    _head = re.compile(r"\s*call:([^\s{<]+)\s*(?=\{)")
+    begin, end = "call:", "<tool_call|>"
+    opening = template_marks = ("<|tool_call>",)
+    tokens = "<|tool_call>", "<tool_call|>", '<|"|>'  # type: ignore[assignment]
+    starts = _head = re.compile(r"([^\s{<]+)\s*(?=\{)")
     _key = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|([^\s:,{}\[\]]+))\s*:', re.DOTALL)
     _plain = re.compile(r"[^,{}\[\]<]+")
     _quote = '<|"|>'
@@ -89,10 +89,12 @@ class Gemma4Parser(BlockParser):
         if head is None:
             raise ValueError("no name")
         arguments, at = self._value(text, head.end())
-        at = skip_blanks(text, at)
-        if not text.startswith(self.end, at):
+        end = skip_blanks(text, at)
+        if text.startswith(self.end, end):
+            end += len(self.end)
+        elif end < len(text) or text[: head.start()].strip() != self.begin:
             raise ValueError("the call is not closed")
-        return [ToolCall(name=head[1], arguments=read_object(arguments))], at + len(self.end)
+        return [ToolCall(name=head[1], arguments=read_object(arguments))], end
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
         at = skip_blanks(text, at)

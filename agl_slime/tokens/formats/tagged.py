@@ -6,7 +6,7 @@ import json
 import re
 
 from agl_slime.tokens.answer import ToolCall
-from agl_slime.tokens.formats.base import register_tool_parser
+from agl_slime.tokens.formats.base import register_tool_parser, skip_blanks
 from agl_slime.tokens.formats.untyped import UntypedParser
 
 _MAX_ENDS = 16  # end marks that are tried for one call
@@ -14,13 +14,13 @@ _MAX_ENDS = 16  # end marks that are tried for one call
 
 class TaggedParser(UntypedParser):
     """``head`` matches a call's name after ``begin``, ``key`` an argument's name with the mark after it; ``value_end``
-    ends its value, ``tail`` precedes ``end``. A value may contain end marks if its own end follows in its place. The
-    next key ends a value that is not closed, as in SGLang and vLLM."""
+    ends its value. A value may contain end marks if its own end follows in its place. The next key ends a value that is
+    not closed, as in SGLang and vLLM; with ``open_last`` so do the marks that end call and section."""
 
     head: re.Pattern[str]
     key: re.Pattern[str]
     value_end: str
-    tail = ""
+    open_last = False
 
     def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         head = self.head.match(text, at)
@@ -30,18 +30,17 @@ class TaggedParser(UntypedParser):
         for _ in range(_MAX_ENDS):
             if end < 0 or self.begin in text[first:end]:  # the end may be the next call's
                 break
-            body = text[head.end() : end].rstrip()
-            if body.endswith(self.tail):
-                try:
-                    arguments = self._arguments(body.removesuffix(self.tail))
-                except ValueError:
-                    pass  # the end mark may be in an argument
-                else:
-                    return [ToolCall(name=head[1], arguments=arguments)], end + len(self.end)
-            end = text.find(self.end, end + len(self.end))
+            after = end + len(self.end)
+            open_last = self.open_last and text.startswith(self.closing, skip_blanks(text, after))
+            try:
+                arguments = self._arguments(text[head.end() : end].rstrip(), open_last)
+            except ValueError:
+                end = text.find(self.end, after)  # the end mark may be in an argument
+            else:
+                return [ToolCall(name=head[1], arguments=arguments)], after
         raise ValueError("no arguments that end")
 
-    def _arguments(self, body: str) -> dict[str, object]:
+    def _arguments(self, body: str, open_last: bool) -> dict[str, object]:
         arguments: dict[str, object] = {}
         at = 0
         while body[at:].strip():
@@ -53,7 +52,7 @@ class TaggedParser(UntypedParser):
             value = body[key.end() : at]
             if value.rstrip().endswith(self.value_end):
                 value = value.rstrip().removesuffix(self.value_end)
-            elif self.value_end in value or not (following or self.tail):
+            elif self.value_end in value or not (following or open_last):
                 raise ValueError("a value without an end")
             arguments[key[1].strip()] = self.value(key, value)
         return arguments
@@ -66,15 +65,23 @@ class TaggedParser(UntypedParser):
 @register_tool_parser("qwen_xml", "qwen3_coder")
 class QwenXmlParser(TaggedParser):
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, 3.5 and later,
-    Nemotron 3, Step 3.5."""
+    Nemotron 3, Step 3.5. Models leave out the first or the last mark, so either makes it a call."""
 
-    begin, end = "<tool_call>", "</tool_call>"
+    begin, end = "<function=", "</function>"
+    opening, closing = ("<tool_call>",), ("</tool_call>",)
+    ends_thinking = True
     template_marks = ("<function=",)
-    head = re.compile(r"\s*<function=([^>\s]+)\s*>")
-    starts = re.compile(r"\s*<function=")
+    head = re.compile(r"([^>\s]+)\s*>")
+    starts = head
     key = re.compile(r"\s*<parameter=([^>\s]+)\s*>")
-    value_end, tail = "</parameter>", "</function>"
+    value_end, open_last = "</parameter>", True
     call_grammar = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
+
+    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        calls, end = super().read(text, at)
+        if not (self._in_section(text, at) or text.startswith(self.closing, skip_blanks(text, end))):
+            raise ValueError("a mention of the form")
+        return calls, end
 
     def value(self, key: re.Match[str], text: str) -> object:
         return text.removeprefix("\n").removesuffix("\n")  # values are on separate lines
@@ -84,7 +91,8 @@ class QwenXmlParser(TaggedParser):
 class SeedParser(QwenXmlParser):
     """``qwen_xml`` with other marks, and values without line breaks around them: Seed-OSS."""
 
-    begin, end = "<seed:tool_call>", "</seed:tool_call>"
+    opening, closing = ("<seed:tool_call>",), ("</seed:tool_call>",)
+    ends_thinking = False
     template_marks = ("<seed:tool_call>",)
     call_grammar = "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"
 
@@ -94,6 +102,7 @@ class GlmParser(TaggedParser):
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5, Ling 3, Laguna."""
 
     begin, end = "<tool_call>", "</tool_call>"
+    ends_thinking = True
     template_marks = ("<arg_key>",)
     head = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>|</tool_call>)")
     starts = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>)")
@@ -108,6 +117,7 @@ class HunyuanParser(TaggedParser):
 
     begin, end = "<tool_call:opensource>", "</tool_call:opensource>"
     opening, closing = ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)
+    ends_thinking = True
     template_marks = ("<arg_key:opensource>", "<tool_call:opensource>")
     head = re.compile(r"\s*([^\s<]+)\s*<tool_sep:opensource>")
     starts = head
@@ -121,6 +131,7 @@ class MiniMaxParser(TaggedParser):
 
     begin, end = '<invoke name="', "</invoke>"
     opening, closing, sectioned = ("<minimax:tool_call>",), ("</minimax:tool_call>",), True
+    ends_thinking = True
     template_marks = ("<minimax:tool_call>",)
     head = re.compile(r'([^">]+)">')
     starts = head
