@@ -114,12 +114,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (in_metrics(8, perf__collect_s=90.0), "stall", 9, "collect took 90 s where 2.0 s was usual"),
     (aborts, "storm of aborts", 5, "50% of the rollouts were cancelled or aborted (group_timeout 6, aborted 6)"),
     (cut_off, "truncation", 3, "50% of the rollouts were cut off"),
-    (
-        silence,
-        "silent tool",
-        2,
-        "'lookup' was never called in 48 rollouts; 12 calls could not be parsed, such as '<>'",
-    ),
+    (silence, "silent tool", 2, "never called in 48 rollouts; 12 calls could not be parsed, such as '<>'"),
     (broken_tool, "broken tool", 5, "36 of 36 calls of tool 'lookup' failed: ConnectionError: no such host"),
     (collapse, "answers alike", 6, "6 of 6 groups"),
     (in_metrics(9, train__kl=0.7), "KL jump", 10, "0.7 where 0.002"),
