@@ -360,6 +360,8 @@ def test_answer_parts_are_in_the_fields_that_the_template_reads() -> None:
             "tool_calls": [call],
         }
     assert in_fields(CHATML, text) == {"role": "assistant", "content": text}  # it knows of neither
+    ended = in_fields(template_of(Ways(thinking="none")), f"<think>\nLet me see.\n{CALL}</think>I look.")  # by the call
+    assert (ended["content"], ended["tool_calls"]) == ("<think>\nLet me see.</think>\n\nI look.", [call])
     two = f"{CALL}\n{CALL}"
     assert len(in_fields(template_of(Ways()), two)["tool_calls"]) == 2
     assert in_fields(template_of(Ways(calls="one")), two) == {"role": "assistant", "content": two}
