@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -210,7 +210,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                     more: dict[str, Any] = {"directory": RunDir(directory), "console": console}
                     more["max_concurrent"] = settings.max_concurrent
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
-                        with _Progress(console, which) as report:
+                        with _progress(console, which) as report:
                             how: dict[str, Any] = {"run_key": reward_name(line for part in parts for line in part)}
                             how |= {"k": config.k, "sampling": sampling, "on_progress": report}
                             await take_samples(tasks, into=file, **how)
@@ -404,34 +404,26 @@ async def sampling_with(
         )
 
 
-class _Progress:
+@contextmanager
+def _progress(console: Console, which: str) -> Iterator[Callable[[int, int], None]]:
     """Shows progress and remaining time: continuously on a terminal, elsewhere as ten lines."""
+    status = console.status(which) if console.is_terminal else None
+    began, first, printed = time.monotonic(), -1, -1
 
-    def __init__(self, console: Console, which: str) -> None:
-        self._console, self._which = console, which
-        self._status = console.status(which) if console.is_terminal else None
-        self._began, self._first, self._printed = time.monotonic(), -1, -1
+    def report(ended: int, wanted: int) -> None:
+        nonlocal first, printed
+        first = ended if first < 0 else first
+        fresh = ended - first
+        left = (time.monotonic() - began) / fresh * (wanted - ended) if fresh else None
+        text = f"{which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
+        if status is not None:
+            status.update(text)
+        elif (tenth := 10 * ended // wanted) > printed:
+            printed = tenth
+            print_line(text, to=console.file)
 
-    def __enter__(self) -> Callable[[int, int], None]:
-        if self._status is not None:
-            self._status.start()
-        return self._report
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def _report(self, ended: int, wanted: int) -> None:
-        if self._first < 0:
-            self._first = ended
-        fresh = ended - self._first
-        left = (time.monotonic() - self._began) / fresh * (wanted - ended) if fresh else None
-        text = f"{self._which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
-        if self._status is not None:
-            self._status.update(text)
-        elif (tenth := 10 * ended // wanted) > self._printed:
-            self._printed = tenth
-            print_line(text, to=self._console.file)
+    with status or nullcontext():
+        yield report
 
 
 def _result(
