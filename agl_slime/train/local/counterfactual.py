@@ -85,9 +85,8 @@ class Counterfactuals:
         *,
         conditions: Conditions,
         tokenizer: Any = None,
-        device: str = "cpu",
     ) -> None:
-        self._directory, self._device = directory, torch.device(device)
+        self._directory = directory
         self.model = self._load(directory)
         self._sequences, self._conditions = sequences, conditions
         self._check()
@@ -377,7 +376,7 @@ class Counterfactuals:
                 continue
             config = copy.deepcopy(self.model.config)
             config.get_text_config().rope_parameters = variant
-            other = type(self.model)(config).to(self._device).eval()
+            other = type(self.model)(config).eval()
             other.load_state_dict(self.model.state_dict(), strict=False)
             shown = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
             yield "rope", f"the engine had other rotary embeddings ({shown or 'no scaling'})", self._by(other)
@@ -385,7 +384,7 @@ class Counterfactuals:
     # -- forward passes -----------------------------------------------------------------------------------------------
 
     def _load(self, directory: Path) -> Any:
-        return load_model(directory, device=self._device, images=True).requires_grad_(False)
+        return load_model(directory, device=torch.device("cpu"), images=True).requires_grad_(False)
 
     def _by(self, model: Any) -> Scores:
         return [self._score(one, model) for one in self._passes]
@@ -398,7 +397,7 @@ class Counterfactuals:
         return _log_probs(logits, self._targets(one), of.temperature, of.top_p, of.top_k)
 
     def _targets(self, one: _Pass) -> Tensor:
-        return torch.from_numpy(one.ids[one.places]).to(self._device)
+        return torch.from_numpy(one.ids[one.places])
 
     def _logits(self, one: _Pass, model: Any = None) -> Tensor:
         logits = self._forward(one, model or self.model).logits
@@ -416,10 +415,10 @@ class Counterfactuals:
                 inputs["mm_token_type_ids"] = self._kinds(one.ids)[None, part]
         if (positions := self._positions(one) if one.positions is None else one.positions) is not None:
             inputs["position_ids"] = positions[:, None, part]
-        tensors = {name: torch.from_numpy(value).to(self._device) for name, value in inputs.items()}
+        tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
         tensors = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         experts = None if one.experts is None else torch.from_numpy(one.experts[part].astype(np.int64))
-        force_experts(model, None if experts is None else experts.to(self._device))
+        force_experts(model, experts)
         return (body or model)(**tensors, **{"use_cache": False, **cache})
 
     def _score_with_prefix(self, one: _Pass, sequence: Recorded, other: Any) -> NDArray[np.float32]:
