@@ -31,13 +31,13 @@ class CountingStore(BridgeStore):
         return await super().add_many_spans(spans)
 
 
-@pytest.mark.parametrize(("failures", "writes"), [(0, [4, 4, 2]), (1, [8, 2]), (2, [10])])
-async def test_a_long_attempt_writes_its_spans_while_it_runs(failures: int, writes: list[int]) -> None:
+@pytest.mark.parametrize(("count", "failures", "writes"), [(10, 0, [4, 4, 2]), (10, 1, [8, 2]), (8, 2, [8])])
+async def test_a_long_attempt_writes_its_spans_while_it_runs(count: int, failures: int, writes: list[int]) -> None:
     """Spans of a write that failed come with the next one, at the latest at the end."""
     store = CountingStore(failures=failures)
 
     async def work(task: Any) -> None:
-        for n in range(10):
+        for n in range(count):
             store.wrote.clear()
             emit_reward(float(n))
             if n % 4 == 3:
@@ -47,7 +47,7 @@ async def test_a_long_attempt_writes_its_spans_while_it_runs(failures: int, writ
         [rollout] = await finished(store, [0])
         assert rollout.status == "succeeded"
         assert store.writes == writes
-        assert [span.sequence_id for span in await spans_of(store, rollout)] == list(range(1, 11))
+        assert [span.sequence_id for span in await spans_of(store, rollout)] == list(range(1, count + 1))
 
 
 async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
