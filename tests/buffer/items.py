@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import textwrap
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +92,3 @@ class Client:
     async def read(self, **query: Any) -> list[dict[str, Any]]:
         _, answer = await self.post("/get_rollout_data", query)
         return answer["data"]["data"]
-
-
-async def eventually(condition: Callable[[], Awaitable[Any]], *, timeout_s: float = 20.0) -> Any:
-    """The first truthy result of ``condition``; it is asked again until then."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := await condition()):
-        assert time.monotonic() < deadline, f"nothing came of it within {timeout_s} s"
-        await asyncio.sleep(0.02)
-    return result

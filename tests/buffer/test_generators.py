@@ -23,8 +23,9 @@ from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import BufferRequestError
 from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl_types import LLM
-from tests.buffer.items import Client, add_generator, eventually, make_item, settings_for, write_problems
+from tests.buffer.items import Client, add_generator, make_item, settings_for, write_problems
 from tests.harness.agent_rollout import serve
+from tests.harness.waiting import until
 
 
 @asynccontextmanager
@@ -78,7 +79,7 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
             data.extend(await client.read())
             return len(data) >= 20
 
-        await eventually(all_there, timeout_s=60)
+        await until(all_there, within_s=60)
         assert Counter(entry["instance_id"] for entry in data) == {"math_0": 4, "math_1": 8, "math_2": 8}
         assert {entry["raw_reward"] for entry in data} == {1.0}
         assert {"uid", "instance_id", "messages", "reward", "extra_info"} <= data[0].keys()

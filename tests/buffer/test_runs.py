@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer.server import BufferServer
-from tests.buffer.items import WRITES_TWO_PER_INSTANCE, Client, add_generator, eventually, make_item, settings_for
+from tests.buffer.items import WRITES_TWO_PER_INSTANCE, Client, add_generator, make_item, settings_for
 from tests.harness.processes import is_running
 from tests.harness.waiting import until
 
@@ -74,8 +74,8 @@ async def test_generators_run_side_by_side_each_with_its_own_stages(tmp_path, mo
         await client.post("/start_rollout", words)
         await client.post("/start_rollout", start_payload(tmp_path, task_type="bad"))
         for task in ("sums", "words"):
-            await eventually(lambda task=task: _run_is(client, task, "finished"))
-        run = await eventually(lambda: _run_is(client, "bad", "failed"))
+            await until(lambda task=task: _run_is(client, task, "finished"))
+        run = await until(lambda: _run_is(client, "bad", "failed"))
         assert "RuntimeError: no engine" in run["error"]
         status, answer = await client.post("/get_rollout_data", {})
         assert status == 400
@@ -102,7 +102,7 @@ async def test_a_new_run_ends_the_one_before_and_a_hanging_one_is_ended(tmp_path
         _, answer = await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
         assert answer["run"] == 2
         assert not first.running
-        run = await eventually(lambda: _run_is(client, "slow", "stalled"))
+        run = await until(lambda: _run_is(client, "slow", "stalled"))
         assert run["error"] == "no request for 0.5 s"
 
 
@@ -146,13 +146,13 @@ async def test_a_stage_that_hangs_costs_a_503_and_nothing_is_handed_out(tmp_path
         Client(server.url) as client,
     ):
         await client.post("/start_rollout", start_payload(tmp_path))
-        await eventually(lambda: _run_is(client, "sums", "finished"))
+        await until(lambda: _run_is(client, "sums", "finished"))
         status, answer = await client.post("/get_rollout_data", {})
         assert status == 503
         assert answer["message"] == "the groups of 'sums' could not be decided within 0.5 s"
         assert (await client.post("/buffer/write", make_item("1", task_type="sums")))[0] == 200
         release.touch()
-        assert len(await eventually(client.read)) == 2
+        assert len(await until(client.read)) == 2
 
 
 async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_path):
@@ -191,7 +191,7 @@ async def test_a_generator_resumes_after_its_own_death_and_after_the_buffers_end
             return server.buffer.store.held_items == 4
 
         await client.post("/start_rollout", start_payload(tmp_path, skip_instance_ids=[]))
-        await eventually(four_items)
+        await until(four_items)
         _, stats = await client.get("/stats")
         assert stats["task_types"]["sums"]["run"]["restarts"] == 1
         run = server.buffer._tasks["sums"].run
@@ -201,7 +201,7 @@ async def test_a_generator_resumes_after_its_own_death_and_after_the_buffers_end
     assert not run.running
     hold.unlink()
     async with BufferServer(settings=settings) as server, Client(server.url) as client:
-        await eventually(lambda: _run_is(client, "sums", "finished"))
+        await until(lambda: _run_is(client, "sums", "finished"))
         assert [entry["uid"] for entry in await client.read()] == ["id1.0", "id1.1", "id2.0", "id2.1"]
         _, stats = await client.get("/stats")
         assert stats["items"]["opened"] == 6
@@ -243,7 +243,7 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
         pids_read = [int(line) for line in pids.read_text().split()] if pids.exists() else []
         return pids_read if len(pids_read) == 2 else None
 
-    pids_read = await eventually(both)
+    pids_read = await until(both)
     server.send_signal(signal.SIGKILL)
     await server.wait()
 

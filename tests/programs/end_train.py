@@ -274,7 +274,8 @@ def run(
 
 
 def account(output: Path) -> tuple[list[str], int]:
-    """A sentence for each task of the finished run in ``output`` with a wrong end; the number of tasks."""
+    """A sentence for each task of the finished run in ``output`` with a wrong end; the number of tasks. What files say
+    of one another is the audit's."""
     import torch
 
     metrics = [*iter_jsonl(output / "metrics.jsonl")]
@@ -285,7 +286,6 @@ def account(output: Path) -> tuple[list[str], int]:
         query = "SELECT instance_id, state, outcome FROM ledger_rollouts WHERE instance_id IS NOT NULL"
         for instance, state, outcome in ledger.execute(query):
             outcomes[instance][outcome if state == 2 else "unfinished"] += 1
-        counts = dict(ledger.execute("SELECT kind, sum(n) FROM ledger_counts GROUP BY kind").fetchall())
     findings = []
     tasks = {str(n) for n in range(1 + max(map(int, finished)))}
     for name in sorted(tasks, key=int):
@@ -299,13 +299,8 @@ def account(output: Path) -> tuple[list[str], int]:
     steps = state["steps"], round(sum(row.get("train/steps") or 0 for row in metrics))
     if steps[0] != steps[1] or not steps[0]:
         findings.append(f"the last checkpoint has {steps[0]} optimizer steps, and the reports {steps[1]}")
-    if [row["iteration"] for row in metrics] != list(range(1, last + 1)):
-        findings.append("the reports are not in order")
     if state["iteration"] != (trained_last := max(row["iteration"] for row in metrics if row.get("train/steps"))):
         findings.append(f"the trainer's last iteration is {state['iteration']}, and the reports' {trained_last}")
-    closed = sum(n for kind, n in counts.items() if kind.startswith("closed:"))
-    if counts["opened"] != closed or counts.get("open") or counts.get("ready"):
-        findings.append(f"the ledger does not add up: {counts}")
     return findings, len(tasks)
 
 

@@ -154,20 +154,14 @@ def _notes(witness: Path, step: str) -> Counter[str]:
 
 def _check(result: Result, output: Path, witness: Path, ends: list[str]) -> None:
     with sqlite3.connect(output / "ledger.sqlite") as ledger:
-        rows = ledger.execute("SELECT rollout_id, state, outcome FROM ledger_rollouts").fetchall()
-        counts = dict(ledger.execute("SELECT kind, sum(n) FROM ledger_counts GROUP BY kind").fetchall())
-    outcomes = {rollout: outcome for rollout, _, outcome in rows}
-    trained = Counter(rollout for line in iter_jsonl(output / "trained.jsonl") for rollout in line["rollouts"])
+        known = {rollout for (rollout,) in ledger.execute("SELECT rollout_id FROM ledger_rollouts")}
+    trained = {rollout for line in iter_jsonl(output / "trained.jsonl") for rollout in line["rollouts"]}
     begun, rewarded = _notes(witness, "begun"), _notes(witness, "rewarded")
     result.trained = len(trained)
-    in_ledger = {rollout for rollout, outcome in outcomes.items() if outcome == "trained"}
     for rollouts, sentence in (
-        ({rollout for rollout, state, _ in rows if state != 2}, "have no end"),
         ({rollout for rollout, times in Counter(ends).items() if times > 1}, "ended twice"),
-        (set(ends) - set(outcomes), "ended and are not in the ledger"),
-        (set(begun) - set(outcomes), "were run by an agent and are not in the ledger"),
-        ({rollout for rollout, times in trained.items() if times > 1}, "were trained on twice"),
-        (in_ledger ^ set(trained), "were trained on by the ledger or the trainer, and not by both"),
+        (set(ends) - known, "ended and are not in the ledger"),
+        (set(begun) - known, "were run by an agent and are not in the ledger"),
         (
             {rollout for rollout in trained if not begun[rollout] == rewarded[rollout] == 1},
             "were trained on that not exactly one agent ran to its end",
@@ -175,8 +169,5 @@ def _check(result: Result, output: Path, witness: Path, ends: list[str]) -> None
     ):
         if rollouts:
             result.wrong.append(f"{len(rollouts)} rollouts {sentence}: {sorted(rollouts)[:5]}")
-    closed = sum(n for kind, n in counts.items() if kind.startswith("closed:"))
-    if not counts["opened"] == closed == len(rows):
-        result.wrong.append(f"the ledger counts {counts['opened']} rollouts and {closed} ends, and has {len(rows)}")
-    audited = audit(output)
+    audited = audit(output)  # each rollout has one end, and the ledger, the trainer and the reports agree
     result.wrong += audited.findings + ([] if audited.finished else ["the run did not finish"])

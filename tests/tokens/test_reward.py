@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import RewardError
 from agl_slime.support.agl import Span, emit_reward, find_final_reward, get_rewards_from_span
-from agl_slime.tokens.reward import Reward, check_reward, read_reward, split_missing
+from agl_slime.tokens.reward import check_reward, read_reward, split_missing
 
 
 def reward_span(value: Any, **options: Any) -> Span:
@@ -32,11 +32,11 @@ def test_the_last_number_is_the_reward():
         assert (reward.primary, dict(reward.named)) == (number, {"primary": number})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400, 1e308, -1e39, 2e18])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, "high", 10**400, 1e308, -1e39, 2e18])
 @pytest.mark.parametrize("later", [raw("primary", 1.0), raw("other", 1.0), reward_span(0.5)])
 def test_a_bad_reward_that_a_later_one_replaces_is_not_passed_over(bad: Any, later: Span):
     for spans in ([raw("primary", bad), later], [later, raw("primary", bad)]):
-        with pytest.raises(RewardError) as refused:
+        with pytest.raises(RewardError, match=r"the reward 'primary' is .*(a reward must be|expected) a") as refused:
             read_reward(spans, reward_key="primary")
         assert refused.value.reason == "bad_reward"
     other = read_reward([raw("primary", bad), raw("other", -1e18)])  # it is not trained, and the largest is
@@ -85,17 +85,6 @@ def test_no_reward_is_an_error_and_not_zero(spans: list[Span]):
     with pytest.raises(RewardError, match="no reward") as error:
         read_reward(spans)
     assert error.value.reason == "no_reward"
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf, "high"])
-def test_non_finite_reward_is_an_error(bad: Any):
-    with pytest.raises(RewardError) as error:
-        read_reward([raw("primary", bad)])
-    assert error.value.reason == "bad_reward"
-    spans = [reward_span({"correct": 1.0, "format": -math.inf if bad == "high" else bad}, primary_key="correct")]
-    assert read_reward(spans) == Reward(1.0, {"correct": 1.0}, ("format",))  # it is not trained
-    with pytest.raises(RewardError, match=r"the reward 'format' is (nan|-?inf); a reward must be a finite number"):
-        read_reward(spans, reward_key="format")
 
 
 @given(data=st.data(), values=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.floats(-1, 1), min_size=2))

@@ -59,21 +59,6 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "agl_max_stalenes is no setting": "did you mean agl_max_staleness?",
         },
     ),
-    "an agent and files of a controller": (
-        {"use-rollout-routing-replay": "", "moe-router-topk": 2},
-        {
-            "agl_runners": "controller",
-            "agl_agent": "mine:Agnt",
-            "agl_max_staleness": None,
-            "agl_controller_python": sys.executable,
-            "agl_controller_log": "/none/log",
-        },
-        {
-            "agl_agent mine:Agnt cannot be imported (AttributeError": "did you mean mine:Agent?",
-            "agl_controller_log /none/log does": "put it there",
-            "routed experts of a batch take up to": "lower --rollout-max-response-len",
-        },
-    ),
 }
 
 
