@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves no process and keeps the
 written files.
 
-Starting one takes ten seconds, most of them imports, so those tests are ``slow``; the first one has a twin inside the
-test's own process.
+Starting one takes ten seconds, most of them imports, so those tests are ``slow``; Ctrl-C in an iteration is sent to the
+test's own process, and each signal in each phase by ``tests.programs.end_train``.
 """
 
 from __future__ import annotations
@@ -50,32 +50,6 @@ def check_interrupted(directory: Path, text: str) -> None:
     assert summary["reason"] == "interrupted"
     assert ledger["open"] == 0
     assert ledger["opened"] == sum(count for name, count in ledger.items() if name != "opened")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signals", "flags", "iteration"),
-    [(("SIGINT",), LONG, 2), (("SIGTERM",), LONG[:2], 2), (("SIGINT", "SIGINT"), LONG, 1)],
-    ids=["SIGINT", "SIGTERM, with validations", "SIGINT twice"],
-)
-def test_one_signal_interrupts_an_iteration_and_two_end_it_immediately(
-    signals: tuple[str, ...], flags: tuple[str, ...], iteration: int, policy_dir: Path, tmp_path: Path
-) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
-        run.until(f"iter {iteration}/1000")
-        children = run.children()
-        assert len(children) == 1
-        for name in signals:
-            run.process.send_signal(signal.Signals[name])
-        code, took = run.end()
-        assert code == 130, run.text
-        assert took < WITHIN_S, run.text
-        assert gone(children, 1.0 if len(signals) == 1 else 5.0)
-    if len(signals) == 1:
-        assert "Traceback" not in run.text
-        assert run.lines[-1] == "Interrupted; written files are kept."
-        check_interrupted(tmp_path / "out", run.text)
-    check_metrics(tmp_path / "out")
 
 
 @pytest.mark.usefixtures("logging_unchanged")

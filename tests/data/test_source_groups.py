@@ -77,16 +77,6 @@ async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -
         assert running.reason(Outcome.FILTERED, "group_incomplete") == 2
 
 
-async def test_with_complete_groups_one_failure_drops_the_group() -> None:
-    with Running(settings=DataSourceSettings(get_timeout_s=0.2, policy=CompleteGroup())) as running:
-        good, bad = await running.opened(size=2)
-        await running.finish([good])
-        await running.finish([bad], reward=float("nan"))
-        await running.until_groups()
-        with pytest.raises(DataSourceError, match=r"0 rollouts in flight.*1 failed \(bad_reward\), 1 filtered"):
-            await running.get()
-
-
 async def test_second_process_trains_on_the_name_of_the_first_drawn_rollout() -> None:
     """slime's RolloutManager follows a store whose rollouts another process enqueues and announces to itself."""
     store = BridgeStore()
@@ -169,14 +159,19 @@ async def test_a_surplus_comes_oldest_first_and_returned_groups_before_it(runnin
 
 
 async def test_get_timeout_error_counts_rollouts_in_flight() -> None:
-    with Running(settings=DataSourceSettings(get_timeout_s=0.3)) as running:
+    with Running(settings=DataSourceSettings(get_timeout_s=0.3, policy=CompleteGroup())) as running:
         await running.opened()
+        good, bad = await running.opened("h", size=2)
+        await running.finish([good])
+        await running.finish([bad], reward=float("nan"))
+        await running.until_groups()
         began = time.monotonic()
-        with pytest.raises(DataSourceError, match=r"0\.3 s.*1 rollouts in flight"):
+        error = r"0\.3 s.*1 rollouts in flight.*1 failed \(bad_reward\), 1 filtered"
+        with pytest.raises(DataSourceError, match=error):
             await running.get()
         assert time.monotonic() - began < 5
         await running.finish(await enqueue(running.store, 1))
-        await running.until_groups()
+        await running.until_groups(2)
         assert len(await running.get(3)) == 1  # the deadline hands out fewer, not none
 
 

@@ -13,6 +13,12 @@ from hypothesis import strategies as st
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=100, deadline=None)
 
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
 
 def quick() -> None:
     """The profile of the default run."""

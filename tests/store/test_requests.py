@@ -24,7 +24,7 @@ from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, StoreService, exe
 from agl_slime.support.agl import EnqueueRolloutRequest
 from agl_slime.support.http import INLINE_PARSE_BYTES, listening
 from agl_slime.support.threads import run_in_thread
-from tests.harness.examples import drawn
+from tests.harness.examples import ANY_JSON, drawn
 from tests.harness.stores import execute
 
 ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
@@ -77,11 +77,6 @@ async def test_junk_is_a_400_and_no_traceback(path: str, caplog: pytest.LogCaptu
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 CALLS = st.fixed_dictionaries(
     {"op": st.sampled_from(["spans", "attempt", "release", "no such"]) | ANY_JSON},
     optional=dict.fromkeys(("spans", "rollout_id", "attempt_id", "fields", "rollout_ids"), ANY_JSON),

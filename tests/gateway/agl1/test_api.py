@@ -26,7 +26,7 @@ from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
 from tests.gateway.protocols import events_of, user
 from tests.harness.agl1 import Api, serving_api
-from tests.harness.examples import drawn
+from tests.harness.examples import ANY_JSON, drawn
 from tests.harness.stores import enqueue
 
 JSON = {"type": "json_object"}
@@ -357,13 +357,6 @@ def test_odd_fields_of_a_rollout_are_refused_before_it_is_queued(api: Api) -> No
     assert too_many.status_code == 422
     assert too_many.json() == {"detail": "the body has 10001 rollouts; send at most 10000 in one request"}
     assert queued(api) == [good]
-
-
-ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

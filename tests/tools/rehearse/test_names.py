@@ -39,7 +39,6 @@ def test_an_existing_name_resolves(module: str) -> None:
         ("my_package.inner.generate", "ModuleNotFoundError: No module named 'none_of_this'", ""),
         ("my_broken_agents.py:Agent", "RuntimeError: no GPU", ""),
         ("my_program.py:Agent", "SystemExit: 2", ""),
-        ("my_program:Agent", "SystemExit: 2", ""),
     ],
 )
 def test_an_unresolved_name_has_its_reason_and_the_nearest(code: str, why: str, near: str, module: str) -> None:

@@ -493,7 +493,6 @@ JOB = "ray job submit --address http://127.0.0.1:8266 -- python3 train.py --lr 1
         ((*RAY, JOB.replace("train.py", "trian.py")), ["trian.py does not exist in /nowhere: did you mean train.py?"]),
         (("ssh -p 22 a@b ray start --address '10.0.0.1:6380", *RAY, JOB), ["close the quote"]),
         ((*RAY, 'ray job submit --runtime-env-json {"env_vars":[1]} -- python3 train.py'), ["env_vars of names with"]),
-        ((*RAY, 'ray job submit --runtime-env-json {"env_vars":{"A":1}} -- python3 train.py'), ["env_vars of names"]),
         ((*RAY, "ray job submit --runtime-env-json {' -- python3 train.py"), ["has no JSON ("]),
         ((*RAY, "ray job submit -- python3@train.py@--lr@'1"), ["close the quote"]),
     ],

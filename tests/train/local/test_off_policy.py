@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.errors import TrainerError  # noqa: E402
 from agl_slime.train.local.batch import TrainBatch, token_staleness  # noqa: E402
 from agl_slime.train.local.loss import MAX_STALENESS, Objective  # noqa: E402
 from agl_slime.train.local.settings import LocalTrainerSettings  # noqa: E402
@@ -147,14 +146,6 @@ def test_the_trainer_weighs_by_its_own_log_probs_before_the_first_step(policy: P
     _, metrics = stepped(policy, samples, off_policy="tis", n_minibatches=4)
     expected = sum(min(value, 2.0) for value in k) / len(k)
     assert metrics["train/off_policy_weight"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_batch_without_log_probs_cannot_be_corrected(policy: Path):
-    samples = make_samples(make_model(), groups=1)
-    for sample in samples:
-        sample.rollout_log_probs = None
-    with pytest.raises(TrainerError, match="no rollout_log_probs, which off_policy 'tis'"):
-        stepped(policy, samples, off_policy="tis")
 
 
 def test_each_token_knows_how_old_the_weights_were_that_sampled_it(policy: Path):

@@ -91,6 +91,8 @@ def test_a_batch_without_log_probs_needs_them_recomputed(policy: Path, samples: 
         sample.rollout_log_probs = None
     with pytest.raises(TrainerError, match="old_log_probs='recompute'"):
         trainer(policy).train(bare, iteration=0)
+    with pytest.raises(TrainerError, match="no rollout_log_probs, which off_policy 'tis'"):
+        trainer(policy, old_log_probs="recompute", off_policy="tis").train(bare, iteration=0)
     metrics = trainer(policy, old_log_probs="recompute").train(bare, iteration=0)
     assert "train/logprob_diff_max" not in metrics
     assert metrics["train/first_ratio_dev_max"] < 1e-5
