@@ -23,7 +23,7 @@ _COPIED = ("uid", "instance_id", "group_id", "raw_reward", "buffer_group", PADDI
 
 
 class _Rewarded(ItemFields):
-    reward: FiniteFloat
+    reward: FiniteFloat = Field()
     raw_reward: FiniteFloat | None = None
     padding_shares: int = 1
     samples: list[dict[str, Any]] | None = None
@@ -71,10 +71,8 @@ class SampleMaker:
         samples: list[Sample] = []
         for item, fields in checked:
             is_copy = PADDING_OF in item
-            if self.normalized:
-                reward = 0.0 if is_copy else fields.reward * fields.padding_shares
-            else:
-                reward = mean if is_copy else fields.raw
+            advantage = fields.reward * fields.padding_shares * (not is_copy)
+            reward = advantage if self.normalized else mean if is_copy else fields.raw
             # a rollout that forked has several parts: siblings under one rollout_id
             for part in fields.samples or [{}]:
                 sample = self._sample({**item, **part}, fields, reward)

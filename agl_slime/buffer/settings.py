@@ -87,7 +87,6 @@ class BufferSettings(PipelineSettings):
         require_token(self.host, self.token, setting="--token")
         check_ranges(
             self,
-            ("port", lambda value: 0 <= value <= 65535, "in 0..65535"),
             ("max_buffer_size max_body_mb request_timeout_s", lambda value: value > 0, "above 0"),
             ("generator_restarts generator_stall_s keep_delivered_groups", lambda value: value >= 0, "0 or more"),
             named=lambda name: f"--{name.replace('_', '-')}",

@@ -59,7 +59,6 @@ class GatewaySettings:
                 lambda value: value is None or value.startswith(("http://", "https://")),
                 "an http:// or https:// URL",
             ),
-            ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_body_mb max_messages", lambda value: value > 0, "above 0"),
         )
         if self.public_url is not None and not self.port:

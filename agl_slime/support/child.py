@@ -350,5 +350,4 @@ def wait_beside_parent(
         each()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
-    code = process.returncode
-    return 128 - code if code is not None and code < 0 else code
+    return 128 - code if (code := process.returncode) is not None and code < 0 else code

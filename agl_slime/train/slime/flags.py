@@ -29,10 +29,8 @@ WITHOUT_EFFECT = (
     Ignored("rollout_skip_special_tokens", False, "an answer's text has the tokens that it was sampled with"),
     Ignored("custom_generate_function_path", None, "the agent samples"),
     Ignored("rollout_sample_hook_path", [], "use --rollout-sample-filter-path"),
-    *(
-        Ignored(f"buffer_{name}", default, _ORDER)
-        for name, default in (("filter_path", None), ("sort_by_staleness", False))
-    ),
+    Ignored("buffer_filter_path", None, _ORDER),
+    Ignored("buffer_sort_by_staleness", False, _ORDER),
     Ignored("sglang_server_concurrency", 512, "the runners' limit applies"),
     *(Ignored(name, None, _REWARD) for name in ("rm_type", "rm_url", "custom_rm_path")),
     Ignored("group_rm", False, _REWARD),
