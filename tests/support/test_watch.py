@@ -24,7 +24,7 @@ import asyncio, ctypes, re, signal, sys, threading
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.support.watch import named
-
+getattr(ctypes.CDLL(None), "prctl", print)(1, signal.SIGKILL)  # Linux: it ends with the test's process
 def score():
     re.match(r"(a+)+$", "a" * 40 + "b")
 
