@@ -29,7 +29,7 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
     ClientSettings: [("total_timeout_s", 0), ("backoff_cap_s", math.nan), ("max_attempts", 0), ("resume_limit", -1)],
     Retention: [("released_rollouts", -1), ("released_bytes", -1), ("unreleased_bytes", 0)],
     PipelineSettings: [("group_size", 0), ("reward_range", (1.0, 0.0)), ("min_valid_item_size_ratio", 0)],
-    GatewaySettings: [("max_turns", 0), ("branches", "some"), ("port", 70_000)],
+    GatewaySettings: [("max_turns", 0), ("branches", "some")],
     MinimumViableGroup: [("min_ratio", 0), ("timeout_s", 0), ("max_retries", -1)],
     RetryGroup: [("max_retries", -1)],
     LocalTrainerSettings: [

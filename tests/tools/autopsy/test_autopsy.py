@@ -190,6 +190,7 @@ def of_sampling(sampling: dict[str, Any], **conditions: Any) -> Fault:
 
 FAULTS: dict[str, Fault] = {
     "end_mark": of_ids(without_marks),
+    "template": another_rendering,
     "stale_cache": of_weights(stale_cache),
     "nucleus": of_sampling({"top_p": 0.8, "nucleus": True}),
     "shift": lambda bench: bench.diagnosis([np.roll(values, 1) for values in bench.sampled()]),
@@ -200,7 +201,6 @@ MORE_FAULTS: dict[str, Fault] = {
     "newline": of_ids(without_line_ends),
     "token_removed": of_ids(lambda bench, ids: np.delete(ids, 9)),
     "token_inserted": of_ids(lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0])),
-    "template": another_rendering,
     "thinking": without_earlier_thinking,
     "late_weights": of_weights(lambda bench: bench.scored(model=bench.model(OLD))),
     "adapter": of_weights(lambda bench: bench.scored(model=bench.model(BASE))),
