@@ -97,7 +97,7 @@ def run_case(name: str, engine: str, directory: str, steps: int, options: Namesp
     console.print(f"{name} … ({load()})", highlight=False)
     paths = [str(REPO)]
     if options.slime_dir:
-        paths = [str(REPO), str(Path(options.slime_dir).resolve()), str(REPO / "agl_slime" / "rehearse" / "standins")]
+        paths = [str(REPO), str(Path(options.slime_dir).resolve()), str(REPO / "agl_slime/tools/rehearse/standins")]
     command = [
         options.slime_python,
         "-m",

@@ -1,6 +1,6 @@
 """What ``--trainer slime`` gains by ``--max-staleness``, beside the most that there is to gain.
 
-    export SLIME_DIR=… PYTHONPATH=agl_slime/rehearse/standins:$SLIME_DIR:.
+    export SLIME_DIR=… PYTHONPATH=agl_slime/tools/rehearse/standins:$SLIME_DIR:.
     python benchmarks/overlap_slime.py [--ratios 1:1,2:1,1:2]
 
 slime's RolloutManager, placement groups, actors' group and weight update are real, under Ray; so are the loop, the

@@ -3,7 +3,7 @@
 #   scripts/slime_cpu.sh SLIME_DIR [VENV]        (VENV defaults to .venv-slime; needs python3.10 to 3.12 as PYTHON)
 # Then, for example:
 #   SLIME_DIR=… .venv-slime/bin/python -m pytest tests/train/slime tests/tools tests/house -m "slime or ray"
-# Megatron and an importable SGLang are not installed: agl_slime/rehearse/standins has the few names of theirs that slime imports.
+# Megatron and an importable SGLang are not installed: agl_slime/tools/rehearse/standins has the few names of theirs that slime imports.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 slime_dir=$(cd "${1:?usage: scripts/slime_cpu.sh SLIME_DIR [VENV]}" && pwd)
@@ -15,7 +15,7 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 "$venv/bin/pip" install -q -c "$here/constraints.txt" torch "ray[default]" transformers numpy httpx tqdm pillow pylatexenc sympy aiohttp pybase64 \
   setproctitle wandb sglang-router==0.3.2 safetensors pyarrow pyyaml pytest pytest-asyncio hypothesis
 "$venv/bin/pip" install -q -c "$here/constraints.txt" -e "$here"
-PYTHONPATH="$here/agl_slime/rehearse/standins:$slime_dir" "$venv/bin/python" -c "
+PYTHONPATH="$here/agl_slime/tools/rehearse/standins:$slime_dir" "$venv/bin/python" -c "
 import ray, slime, agl_slime.types as types
 import slime.ray.rollout
 assert types.HAS_SLIME

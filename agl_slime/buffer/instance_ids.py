@@ -7,11 +7,18 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import tyro
 from tyro.conf import arg
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.support.files import whole_file
+from agl_slime.support.terminal import print_line
+
+
+def main(arguments: list[str]) -> None:
+    output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
+    print_line(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
 def assign_instance_ids(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 from functools import partial
@@ -140,20 +139,6 @@ def audit(run_dir: tyro.conf.Positional[Path]) -> None:
         raise AglSlimeError(f"{len(result.findings)} findings in {run_dir} ({counts})")
     state = "" if result.finished else "; the run did not finish, so its last iteration may be incomplete"
     print_line(f"The files of {run_dir} agree: {counts}{state}.")
-
-
-def assign_instance_id(arguments: list[str]) -> None:
-    from agl_slime.buffer.instance_ids import assign_instance_ids
-
-    output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
-    print_line(f"{output}: {lines} lines, {assigned} got an instance_id")
-
-
-def rehearse(arguments: list[str]) -> None:
-    from agl_slime.cli.demo import LOOKUP_POLICY
-    from agl_slime.rehearse.command import main
-
-    main(arguments, environ=os.environ, tokenizer=LOOKUP_POLICY)
 
 
 def onset(run_dir: tyro.conf.Positional[Path], least_rise: float = 0.15, most: int = 10) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import sys
 import sysconfig
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -123,6 +123,10 @@ class EvalConfig(OtherModel):
         if not 1 <= len(self.models) <= wanted:
             which = "one model" if wanted == 1 else "one model, or two to compare"
             raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
+
+
+def main(arguments: Sequence[str]) -> Coroutine[Any, Any, dict[str, Any]]:
+    return run_evaluation(parse_eval_config(arguments))
 
 
 def parse_eval_config(arguments: Sequence[str]) -> EvalConfig:

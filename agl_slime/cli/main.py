@@ -25,7 +25,6 @@ import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 
-from agl_slime.cli import commands
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
 from agl_slime.support.net import bypass_proxies
 from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly
@@ -34,63 +33,82 @@ DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug m
 _PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
 
 COMMANDS = {
-    "train": "train an agent online",
-    "doctor": "check the installation and say how to fix it",
-    "new": "write an agent to start from",
-    "try": "run one task of an agent and show what was said, its reward and tokens",
-    "demo-policy": "make a tiny policy for an agent with demonstrations",
-    "model": "fetch a model and print its directory",
-    "eval": "evaluate one model, or compare two, on held-out tasks",
-    "export": "export kept rollouts as sft, dpo, messages, parquet or hf-dataset",
-    "view": "show runs in the browser, live with --follow",
-    "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
-    "audit": "check that the files of a run agree",
-    "replay": "compute a training step again from a run's files, as it was or with changes",
-    "autopsy": "score kept rollouts again and name why sampler and model differ",
-    "onset": "find when behaviours began in a run, with the first rollouts and their rewards",
-    "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
-    "buffer": "serve a rollout buffer",
-    "gateway": "serve the model to agents of other runners",
-    "record": "serve a model to agents and record exact tokens for any trainer",
-    "assign-instance-id": "give each line of a JSON-lines file an instance_id",
+    "train": ("train an agent online", "agl_slime.cli.main:_train"),
+    "doctor": ("check the installation and say how to fix it", "agl_slime.cli.commands:doctor"),
+    "new": ("write an agent to start from", "agl_slime.cli.commands:new"),
+    "try": ("run one task of an agent and show what was said, its reward and tokens", "agl_slime.cli.try_agent:main"),
+    "demo-policy": ("make a tiny policy for an agent with demonstrations", "agl_slime.cli.commands:demo_policy"),
+    "model": ("fetch a model and print its directory", "agl_slime.cli.commands:model"),
+    "eval": ("evaluate one model, or compare two, on held-out tasks", "agl_slime.cli.evaluate:main"),
+    "export": ("export kept rollouts as sft, dpo, messages, parquet or hf-dataset", "agl_slime.cli.export:main"),
+    "view": ("show runs in the browser, live with --follow", "agl_slime.cli.commands:view"),
+    "report": ("write runs as one HTML page: trend, steps, rollouts, tokens", "agl_slime.cli.commands:report"),
+    "audit": ("check that the files of a run agree", "agl_slime.cli.commands:audit"),
+    "replay": (
+        "compute a training step again from a run's files, as it was or with changes",
+        "agl_slime.cli.replay:main",
+    ),
+    "autopsy": (
+        "score kept rollouts again and name why sampler and model differ",
+        "agl_slime.cli.autopsy:main",
+    ),
+    "onset": (
+        "find when behaviours began in a run, with the first rollouts and their rewards",
+        "agl_slime.cli.commands:onset",
+    ),
+    "rehearse": (
+        "play a launch script of slime's without GPUs: what breaks, and a forecast",
+        "agl_slime.tools.rehearse.command:main",
+    ),
+    "buffer": ("serve a rollout buffer", "agl_slime.buffer.server:main"),
+    "gateway": ("serve the model to agents of other runners", "agl_slime.gateway.command:main"),
+    "record": (
+        "serve a model to agents and record exact tokens for any trainer",
+        "agl_slime.gateway.command:record_main",
+    ),
+    "assign-instance-id": (
+        "give each line of a JSON-lines file an instance_id",
+        "agl_slime.buffer.instance_ids:main",
+    ),
 }
+"""The commands by name, each with a description and ``module:function``, which is imported when it is asked for. A
+function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a
+signal."""
 
-_SERVERS = {
-    "buffer": ("agl_slime.buffer.server", "main"),
-    "gateway": ("agl_slime.gateway.command", "main"),
-    "record": ("agl_slime.gateway.command", "record_main"),
-}
+_SERVERS = ("buffer", "gateway", "record")  # handle signals and errors themselves, and return an exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        listed = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
+        listed = "\n".join(f"  {name:<18} {text}" for name, (text, _) in COMMANDS.items())
         print_line(f"usage: agl-slime COMMAND [flags]\n\n{listed}")
         return 0
     command, *rest = arguments
     if command != "doctor":  # which reports the environment unchanged
         bypass_proxies()  # before an agent's module, say, makes an HTTP client
     if command in _SERVERS:
-        module, function = _SERVERS[command]
         try:
             from agl_slime.runner.process import configure_worker_process
 
             configure_worker_process()
-            return getattr(import_module(module), function)(rest)
+            return _call(command, rest)
         except MissingDependencyError as error:
             return exit_code_for(error, PlainConsole(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval}
-        functions |= {"rehearse": commands.rehearse, "assign-instance-id": commands.assign_instance_id}
-        if command in functions:
-            return _run_command(partial(functions[command], rest))
-        if (function := vars(commands).get(command.replace("-", "_"))) is not None:
-            return _run_command(partial(tyro.cli, function, prog=f"agl-slime {command}", args=rest))
-        module = "try_agent" if command == "try" else command  # a keyword names no module
-        return _run_command(lambda: import_module(f"agl_slime.cli.{module}").main(rest))
+        return _run_command(partial(_train, rest) if command == "train" else partial(_call, command, rest))
     print_line(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", to=sys.stderr)
     return 2
+
+
+def _call(command: str, arguments: list[str]) -> Any:
+    module, _, name = COMMANDS[command][1].partition(":")
+    function = getattr(import_module(module), name)
+    if name.endswith("main"):
+        result = function(arguments)
+    else:
+        result = tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
+    return _run_until_signal(result) if asyncio.iscoroutine(result) else result
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
@@ -160,12 +178,6 @@ def _train(arguments: list[str]) -> None:
             from agl_slime.cli.local import run_training
         # auto: no other code shares this process
         _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
-
-
-def _eval(arguments: list[str]) -> None:
-    from agl_slime.cli.evaluate import parse_eval_config, run_evaluation
-
-    _run_until_signal(run_evaluation(parse_eval_config(arguments)))
 
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,6 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("planted.jsonl")
-# the tests of a room that do not stand in tests/<room>
-FOLDERS = {"rehearse": "tools/rehearse"}
 TIME_LIMIT_S = 300.0
 MOST_TESTS, MOST_OTHER_TESTS = 60, 30  # of the fault's room, and of others
 
@@ -53,11 +51,12 @@ class Fault:
 
     @property
     def room(self) -> str:
-        return Path(self.file).parts[1]
+        parts = Path(self.file).parts
+        return "/".join(parts[1:3]) if parts[1] == "tools" else parts[1]
 
     @property
     def folder(self) -> str:
-        return f"tests/{FOLDERS.get(self.room, self.room)}/"
+        return f"tests/{self.room}/"
 
     def line_in(self, source: str) -> int:
         """The index of the line. Raises ``ValueError`` where the source has none."""

@@ -21,7 +21,7 @@ from tests.harness.guard import guarded
 from tests.harness.sources import SOURCES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STANDINS = REPOSITORY / "agl_slime" / "rehearse" / "standins"
+STANDINS = REPOSITORY / "agl_slime" / "tools" / "rehearse" / "standins"
 _MARK = "RESULT "
 NO_SLIME = (
     "slime is not here: set SLIME_DIR to a checkout of it, or AGL_SLIME_SOURCES to a folder with its archive "

@@ -23,7 +23,7 @@ HEAVY += ("wandb", "mlflow")
 # Rooms that run a model themselves, each loaded only when it is asked for.
 RUN_A_MODEL = ("engine/", "cli/demo/", "train/local/")
 # Programs of slime's processes, which run where slime and Ray are.
-IN_SLIMES_PROCESSES = ("rehearse/actor.py", "rehearse/programs/")
+IN_SLIMES_PROCESSES = ("tools/rehearse/actor.py", "tools/rehearse/programs/")
 OF_A_MODEL = {"torch", "transformers", "safetensors"}
 
 

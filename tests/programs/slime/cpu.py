@@ -15,7 +15,7 @@ import ray
 import torch
 from slime.ray.train_actor import TrainRayActor
 
-from agl_slime.rehearse.actor import register_cpu
+from agl_slime.tools.rehearse.actor import register_cpu
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.train.local.trainer import LocalTrainer
 from agl_slime.types import Sample, sample_from_fields

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rehearse.checks import OURS, Arguments
-from agl_slime.rehearse.command import RehearseConfig, lines_of, rehearse
-from agl_slime.rehearse.forecast import Shape, Speeds, compare, forecast
-from agl_slime.rehearse.parsing import Parsed
-from agl_slime.rehearse.script import Command, Played, Training
-from agl_slime.rehearse.speeds import Size, speeds_of
+from agl_slime.tools.rehearse.checks import OURS, Arguments
+from agl_slime.tools.rehearse.command import RehearseConfig, lines_of, rehearse
+from agl_slime.tools.rehearse.forecast import Shape, Speeds, compare, forecast
+from agl_slime.tools.rehearse.parsing import Parsed
+from agl_slime.tools.rehearse.script import Command, Played, Training
+from agl_slime.tools.rehearse.speeds import Size, speeds_of
 
 SPEEDS = Speeds(token_s=0.01, train_s=4.0, sync_s=1.0)
 EQUAL = Shape(groups=4, size=2, engines=2, mean_tokens=100, spread=0.0, prompt_tokens=0)
@@ -117,8 +117,10 @@ def test_a_forecast_is_a_table_or_one_reason(
     sizes = {"num_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "rollout_num_gpus": 8}
     batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_max_response_len": 64}
     command = Command(("python3", "train_async.py", "--lr", "1"), "/", {})
-    monkeypatch.setattr("agl_slime.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
-    monkeypatch.setattr("agl_slime.rehearse.command.parse", lambda *_, **__: Parsed(args={**sizes, **batch, **changed}))
+    monkeypatch.setattr("agl_slime.tools.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
+    monkeypatch.setattr(
+        "agl_slime.tools.rehearse.command.parse", lambda *_, **__: Parsed(args={**sizes, **batch, **changed})
+    )
     config = RehearseConfig(script=tmp_path / "run.sh")
     done = rehearse(config, (), slime_dir=tmp_path, tokenizer=tmp_path, scratch=tmp_path)
     notes = [one.text for one in done.findings if "no forecast" in one.text]
@@ -131,7 +133,7 @@ def test_a_python_without_slime_ends_a_rehearsal_in_one_sentence(tmp_path: Path,
     (tmp_path / "slime" / "utils").mkdir(parents=True)
     (tmp_path / "slime" / "utils" / "arguments.py").write_text("import none_of_this\n")
     command = Command(("python3", "train.py"), str(tmp_path), {})
-    monkeypatch.setattr("agl_slime.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
+    monkeypatch.setattr("agl_slime.tools.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
     config = RehearseConfig(script=tmp_path / "run.sh", without_sandbox=True)
     with pytest.raises(MissingDependencyError, match="No module named 'none_of_this'; give --python"):
         rehearse(config, (), slime_dir=tmp_path, tokenizer=tmp_path, scratch=tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.rehearse.names import near_file, unresolved, unresolved_elsewhere
+from agl_slime.tools.rehearse.names import near_file, unresolved, unresolved_elsewhere
 
 
 @pytest.fixture

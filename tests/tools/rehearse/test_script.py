@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rehearse import box, script
-from agl_slime.rehearse.checks import OURS, Nodes, check, check_script
-from agl_slime.rehearse.parsing import Parsed, parse
-from agl_slime.rehearse.script import PLACE, Command, Played, Training
+from agl_slime.tools.rehearse import box, script
+from agl_slime.tools.rehearse.checks import OURS, Nodes, check, check_script
+from agl_slime.tools.rehearse.parsing import Parsed, parse
+from agl_slime.tools.rehearse.script import PLACE, Command, Played, Training
 from tests.harness.waiting import becomes_true
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from agl_slime import metric_names as names
+from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError, ConfigError
-from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_script
-from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
-from agl_slime.rehearse.live import Live, play_live
-from agl_slime.rehearse.parsing import parse
-from agl_slime.rehearse.script import play
-from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
 from agl_slime.support.terminal import print_line
+from agl_slime.tools.rehearse.checks import Arguments, Finding, Nodes, check, check_script
+from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, compare
+from agl_slime.tools.rehearse.live import Live, play_live
+from agl_slime.tools.rehearse.parsing import parse
+from agl_slime.tools.rehearse.script import play
+from agl_slime.tools.rehearse.speeds import Size, shape_of, speeds_of
 
 _MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
@@ -193,21 +195,18 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
 
 
-def main(
-    arguments: list[str], *, environ: Any, tokenizer: Path, write_line: Callable[[str], None] = print_line
-) -> None:
+def main(arguments: list[str]) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
     if min(config.nodes, config.gpus_per_node) < 1:
         raise ConfigError("--nodes and --gpus-per-node must be at least 1")
-    slime_dir = config.slime_dir or (Path(environ["SLIME_DIR"]) if environ.get("SLIME_DIR") else None)
-    if slime_dir is None:
+    if (slime_dir := config.slime_dir or os.environ.get("SLIME_DIR")) is None:
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
-        slime_dir, more = slime_dir.resolve(), arguments[at + 1 :]
-        rehearsal = rehearse(config, more, slime_dir=slime_dir, tokenizer=tokenizer, scratch=scratch)
+        slime_dir, more = Path(slime_dir).resolve(), arguments[at + 1 :]
+        rehearsal = rehearse(config, more, slime_dir=slime_dir, tokenizer=LOOKUP_POLICY, scratch=scratch)
         settings = asdict(replace(config, slime_dir=slime_dir))
         run = open_run_dir(config.output_dir, agent=config.script.stem, settings=settings, overwrite=config.overwrite)
         lines = lines_of(rehearsal)
@@ -215,5 +214,5 @@ def main(
         if (log := scratch / "live.log").is_file():
             shutil.copy(log, run.path / "live.log")
         for line in lines:
-            write_line(line)
-        write_line(f"Written to {run.path}: agl-slime report {run.path}")
+            print_line(line)
+        print_line(f"Written to {run.path}: agl-slime report {run.path}")

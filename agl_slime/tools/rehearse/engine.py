@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from agl_slime.rehearse.forecast import Decoder, Shape, Speeds
 from agl_slime.support.http import listening, stop_signal
+from agl_slime.tools.rehearse.forecast import Decoder, Shape, Speeds
 
 REQUEST = "AGL_SLIME_REHEARSAL"
 """The environment variable with the path of the live rehearsal's request."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.rehearse.box import Box
-from agl_slime.rehearse.names import nearest
+from agl_slime.tools.rehearse.box import Box
+from agl_slime.tools.rehearse.names import nearest
 
 STUBBED = (
     *("pkill", "kill", "killall", "fuser", "skill", "reboot", "shutdown", "systemctl", "service", "sudo", "numactl"),

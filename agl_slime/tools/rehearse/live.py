@@ -18,12 +18,12 @@ import psutil
 
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.loop.task_files import split_slice
-from agl_slime.rehearse.checks import Arguments, Nodes
-from agl_slime.rehearse.engine import REQUEST
-from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
-from agl_slime.rehearse.parsing import STANDINS
-from agl_slime.rehearse.script import Training
 from agl_slime.support.child import Child
+from agl_slime.tools.rehearse.checks import Arguments, Nodes
+from agl_slime.tools.rehearse.engine import REQUEST
+from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, forecast
+from agl_slime.tools.rehearse.parsing import STANDINS
+from agl_slime.tools.rehearse.script import Training
 
 _PROGRAM = Path(__file__).parent / "programs" / "live.py"
 _WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
@@ -75,7 +75,7 @@ def play_live(
     content = {"nodes": nodes.count, "gpus": nodes.gpus, "store_bytes": _STORE_BYTES, "events": str(events)}
     content |= {"script": str(slime_dir / Path(training.script).name), "speeds": asdict(live_speeds)}
     content |= {"flags": _flags(args, training, live_shape, steps, tokenizer, scratch), "shape": asdict(live_shape)}
-    path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
+    path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[3]), training.env.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), REQUEST: str(request)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

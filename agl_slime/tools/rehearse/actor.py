@@ -14,7 +14,7 @@ import torch
 from slime.ray.ray_actor import RayActor
 from slime.ray.train_actor import TrainRayActor
 
-from agl_slime.rehearse.engine import REQUEST
+from agl_slime.tools.rehearse.engine import REQUEST
 
 
 def register_cpu() -> None:

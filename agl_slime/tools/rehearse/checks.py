@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import read_rows, split_slice
-from agl_slime.rehearse.names import nearest
-from agl_slime.rehearse.parsing import Parsed
-from agl_slime.rehearse.script import DRIVERS, Played, RayNode, Training
+from agl_slime.tools.rehearse.names import nearest
+from agl_slime.tools.rehearse.parsing import Parsed
+from agl_slime.tools.rehearse.script import DRIVERS, Played, RayNode, Training
 from agl_slime.train.slime.args import PluginSettings, setting_names
 from agl_slime.train.slime.flags import GENERATE_HOOK, without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY

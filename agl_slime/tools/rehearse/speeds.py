@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agl_slime.rehearse.checks import Arguments
-from agl_slime.rehearse.forecast import Shape, Speeds
+from agl_slime.tools.rehearse.checks import Arguments
+from agl_slime.tools.rehearse.forecast import Shape, Speeds
 
 # a GPU's dense BF16 operations and bytes of memory per second, by its data sheet
 CARDS = {"a100": (312e12, 2.039e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "b200": (2250e12, 8.0e12)}

@@ -20,8 +20,8 @@ import ray
 import slime.ray.placement_group as placement
 from ray.cluster_utils import Cluster
 
-from agl_slime.rehearse.actor import RehearsalActor, register_cpu
-from agl_slime.rehearse.engine import REQUEST
+from agl_slime.tools.rehearse.actor import RehearsalActor, register_cpu
+from agl_slime.tools.rehearse.engine import REQUEST
 
 
 def main(request: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def main(request: dict[str, Any]) -> None:
     try:
         for _ in range(request["nodes"] - 1):
             cluster.add_node(**node)
-        hook = {"worker_process_setup_hook": "agl_slime.rehearse.actor.register_worker"}
+        hook = {"worker_process_setup_hook": "agl_slime.tools.rehearse.actor.register_worker"}
         ray.init(address=cluster.address, runtime_env=hook)
         sys.argv = [request["script"], *request["flags"]]
         runpy.run_path(request["script"], run_name="__main__")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rehearse.box import Box
-from agl_slime.rehearse.names import nearest
-from agl_slime.rehearse.script import Training
+from agl_slime.tools.rehearse.box import Box
+from agl_slime.tools.rehearse.names import nearest
+from agl_slime.tools.rehearse.script import Training
 from agl_slime.train.slime.args import setting_names
 
 STANDINS = Path(__file__).parent / "standins"
@@ -50,7 +50,7 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     """
     if not (slime_dir / "slime" / "utils" / "arguments.py").is_file():
         raise ConfigError(f"--slime-dir {slime_dir} is no checkout of slime: slime/utils/arguments.py is not there")
-    ours = str(Path(__file__).parents[2])
+    ours = str(Path(__file__).parents[3])
     given = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
     box = Box(scratch, sandbox=sandbox, mapped=training.mapped)
     request: dict[str, Any] = {"flags": training.flags, "launcher": training.launcher, "standins": str(STANDINS)}
