@@ -220,16 +220,16 @@ class GroupAssembler:
         )
 
     def _retry(self, group: _OpenGroup, n: int) -> bool:
-        """Schedule ``n`` failed members to be run again; ``False`` when fewer than ``n`` can be."""
-        again = [member for member in group.members.values() if not member.ok and member.request is not None][:n]
-        if len(again) < n:
+        """Schedule ``n`` failed members to be run repeated; ``False`` when fewer than ``n`` can be."""
+        repeated = [member for member in group.members.values() if not member.ok and member.request is not None][:n]
+        if len(repeated) < n:
             return False
-        for member in again:
+        for member in repeated:
             del group.members[member.rollout_id]
             self._waiting_ids.discard(member.rollout_id)
             group.enlisted.pop(member.rollout_id, None)
-        group.retried.extend(again)
-        self._retries.extend(again)
+        group.retried.extend(repeated)
+        self._retries.extend(repeated)
         return True
 
     def _finalize(

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import; --help should not
-    from agl_slime.data.results import GroupResult, MemberResult
+    from agl_slime.data.results import GroupResult, MemberResult, OnEnd
     from agl_slime.data.source import GroupSource
     from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
 
@@ -32,8 +32,6 @@ class TaskGroup:
 
 Enqueue = Callable[[Sequence[TaskGroup]], "Awaitable[Sequence[Rollout]]"]
 """Enqueues the rollouts of groups in the store, and returns them."""
-OnEnd = Callable[[str, "GroupResult | None"], None]
-"""Called with a group's id and the finalized group; with ``None`` when a restart lost it, or its source has ended."""
 
 
 class HealthCheck:

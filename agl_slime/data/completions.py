@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from agl_slime.errors import DataSourceError, format_exception
+from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.store.follow import follow_feed
@@ -25,9 +25,6 @@ from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
 from agl_slime.support.threads import LoopThread, run_blocking, run_in_thread
 from agl_slime.tokens.replay import remove_replay
-
-if TYPE_CHECKING:
-    from agl_slime.data.ingestor import RolloutIngestor
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +62,8 @@ class CompletionTable:
         """Rollouts to release in the store."""
         self._hold, self._has_feed = hold, has_feed
         self._ends: dict[str, _Completion] = {}  # in the order of the feed
-        self._already_read: set[str] = (
-            set()
-        )  # before the feed listed them, or before a restart: the feed lists them again
+        # read before the feed listed them, or before a restart: the feed lists them again
+        self._already_read: set[str] = set()
 
     def add_page(self, page: FeedPage, *, missed: Collection[str] = ()) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to read, each once however often the feed
@@ -82,15 +78,13 @@ class CompletionTable:
                 fresh += [] if was_read else [rollout_id]
             elif was_read or not self._ends[rollout_id].number:  # not released yet, or read before the feed listed it
                 self._ends[rollout_id] = replace(self._ends.pop(rollout_id), number=number)
-        for rollout_id in missed:
-            self._ends.setdefault(
-                rollout_id, _Completion(-1, read=True)
-            )  # listed before; unread ones wait in ``to_read``
+        for rollout_id in missed:  # listed before; unread ones wait in ``pending_reads``
+            self._ends.setdefault(rollout_id, _Completion(-1, read=True))
         self._trim()
         return [*dict.fromkeys([*fresh, *missed])]
 
     def read(self, rollout_id: str, *, ended: bool = True) -> None:
-        """Note that the rollout was looked at. One without an end counts only if the store listed it: then it is gone,
+        """Note that the rollout was read. One without an end counts only if the store listed it: then it is gone,
         and nothing is left to read."""
         if ended or rollout_id in self._ends:
             self._ends.setdefault(rollout_id, _Completion()).read = True
@@ -111,13 +105,13 @@ class CompletionTable:
 
     def state(self) -> dict[str, Any]:
         """``ended``: rollouts read after the position; ``unreleased``: rollouts that the store still keeps."""
-        after = next((end.number - 1 for end in self._ends.values() if not end.read), self.position.after)
-        later = (name for name, end in self._ends.items() if end.read and self._comes_after(after, end))
-        kept = [name for name, end in self._ends.items() if end.read and not end.released]
+        position = next((end.number - 1 for end in self._ends.values() if not end.read), self.position.last)
+        later = (name for name, end in self._ends.items() if end.read and self._comes_after(position, end))
+        unreleased = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
-            "follow": {"server_instance_id": self.position.server_instance_id, "after": after},
+            "follow": {"server_instance_id": self.position.server_instance_id, "after": position},
             "ended": [*{*later, *self._already_read}],
-            "unreleased": [*kept, *self.due],
+            "unreleased": [*unreleased, *self.due],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -140,8 +134,19 @@ class CompletionTable:
     def _trim(self) -> None:
         while self._ends and (end := self._ends[first := next(iter(self._ends))]).read and end.released:
             del self._ends[first]
-            if self._comes_after(self.position.after, end):
+            if self._comes_after(self.position.last, end):
                 self._already_read.add(first)  # perhaps trained on already, and the feed has yet to list it
+
+
+class CompletionListener(Protocol):
+    """Reads the rollouts that a follower reports; called on the follower's loop, ``failed`` also at its end."""
+
+    def in_flight(self) -> list[str] | None: ...
+    def store_restarted(self) -> None: ...
+    def time_passed(self) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    async def before_following(self) -> None: ...
+    async def read_if_finished(self, rollout_id: str) -> None: ...
 
 
 class CompletionFollower:
@@ -152,7 +157,7 @@ class CompletionFollower:
     def __init__(
         self,
         store: Any,
-        listener: RolloutIngestor,
+        listener: CompletionListener,
         *,
         changed: threading.Condition,
         hold: bool,
@@ -166,23 +171,24 @@ class CompletionFollower:
         """Whether the store calls back at each completion; ``has_feed``: whether it lists completions in a feed."""
         self.has_feed = not self.notifies and hasattr(store, "follow_finished")
         self.table = CompletionTable(hold=hold and not self.notifies, has_feed=self.has_feed)
-        self.to_read: set[str] = set()
-        """Rollouts of a restored state, or missed ones, until they are looked at."""
+        self.pending_reads: set[str] = set()
+        """Rollouts of a restored state, or missed ones, until they are read."""
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)
         self._release = getattr(store, "release", None) if release else None
-        self._replay_files, self._released_by_reader = (
-            replay_files,
-            None if release else getattr(store, "released", None),
-        )
+        self._replay_files = replay_files
+        self._released_by_reader = None if release else getattr(store, "released", None)
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
-        self._away: Exception | None = None  # the first error since the store last answered
+        # of all calls: its error names the first failure since the store last answered
+        self._backoff = Backoff("the store does not answer", DataSourceError, patience_s=_PATIENCE_S)
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.thread = LoopThread(self._serve, name="agl-slime-datasource")
         self._starting, self._started = threading.Lock(), False
-        self._unsubscribe: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], object] | None = None
         if self.notifies:
-            self._unsubscribe = store.subscribe_finished(lambda rollout: self.submit(listener.look, rollout.rollout_id))
+            self._unsubscribe = store.subscribe_finished(
+                lambda rollout: self.submit(listener.read_if_finished, rollout.rollout_id)
+            )
 
     def start(self) -> None:
         """Start the thread, as the first completion and every call that needs it do. Has no effect after ``stop``."""
@@ -221,21 +227,7 @@ class CompletionFollower:
     async def with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of a call to the store, which is retried while the store is unreachable. Raises
         ``DataSourceError`` with the first cause, whichever call met it, when the store stays unreachable."""
-        backoff = Backoff("", patience_s=_PATIENCE_S)
-        while True:
-            try:
-                result = await call()
-            except Exception as error:
-                if not is_transient(error):
-                    raise
-                self._away = self._away or error
-                if (pause_s := backoff.failed(error)) is None:
-                    cause = format_exception(self._away)
-                    raise DataSourceError(f"the store has not answered for {_PATIENCE_S:g} s: {cause}") from self._away
-                await asyncio.sleep(pause_s)
-            else:
-                self._away = None
-                return result
+        return await self._backoff.run(call, is_transient)
 
     async def release_due(self, *, at_least: int | None = None) -> None:
         """Release rollouts that were read in the store, in batches."""
@@ -313,15 +305,15 @@ class CompletionFollower:
                 self.table.reset()
                 self._listener.store_restarted()
             fresh = self.table.add_page(page, missed=missed)
-            self.to_read.update(missed)
+            self.pending_reads.update(missed)
         for rollout_id in fresh:
-            self.submit(self._listener.look, rollout_id)
+            self.submit(self._listener.read_if_finished, rollout_id)
 
     async def _poll(self) -> None:
         """Poll the rollouts in flight, or scan a plain store where no rollout was announced. Beside a subscription this
         is a safety net: it drives the store's watchdog and finds rollouts that ended unseen."""
         pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self.notifies else self._poll_interval_s
-        seen: set[str] = set()
+        listed: set[str] = set()
         cost_s = 0.0
         while True:
             await asyncio.sleep(max(pause_s, 9 * cost_s))
@@ -331,21 +323,20 @@ class CompletionFollower:
                 ended = await self._ended_among(ids)
             elif not self.notifies and self._begun.is_set():
                 # walks every rollout that the store holds: for small runs and tests
-                ended = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in seen]
-                seen.update(ended)
+                ended = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in listed]
+                listed.update(ended)
             else:
                 ended = []
             for rollout_id in ended:
-                self._spawn(self._listener.look, rollout_id)
+                self._spawn(self._listener.read_if_finished, rollout_id)
             cost_s = time.monotonic() - began
 
     async def _ended_among(self, rollout_ids: Sequence[str]) -> list[str]:
         ended: list[str] = []
         for first in range(0, len(rollout_ids), _LOOKUPS_AT_ONCE):
             few = rollout_ids[first : first + _LOOKUPS_AT_ONCE]
-            rollouts = await asyncio.gather(
-                *(self.with_retries(partial(self._store.get_rollout_by_id, one)) for one in few)
-            )
+            calls = (partial(self._store.get_rollout_by_id, rollout_id) for rollout_id in few)
+            rollouts = await asyncio.gather(*map(self.with_retries, calls))
             ended += [rollout.rollout_id for rollout in rollouts if rollout is not None and rollout.status in FINISHED]
         return ended
 

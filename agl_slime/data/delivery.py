@@ -62,14 +62,14 @@ class Delivery:
     def reserve(self, rollout_ids: Sequence[str] | None) -> int:
         """Limit delivery to the ready groups of these rollouts, in this order; ``None``: all groups, oldest first.
         Returns how many of the previously reserved groups were not delivered."""
-        left, order = self.reserved or 0, {name: place for place, name in enumerate(rollout_ids or ())}
+        undelivered, order = self.reserved or 0, {name: place for place, name in enumerate(rollout_ids or ())}
 
         def place(samples: list[Sample]) -> int:  # by any member: another process may have them in another order
             return next((order[name] for sample in samples if (name := rollout_of(sample) or "") in order), len(order))
 
         self.ready = deque(sorted(self.ready, key=place))
         self.reserved = None if rollout_ids is None else sum(place(samples) < len(order) for samples in self.ready)
-        return left
+        return undelivered
 
     def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
         """Count delivered groups as filtered for ``reason`` and not as trained."""
@@ -100,8 +100,8 @@ class Delivery:
         groups = [[sample_from_json(sample) for sample in samples] for samples in state["groups"]]
         numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
         self.versions.restore(state["versions"])
-        kept = state.get("conversations") or {}
-        self.conversations.update((name, Conversation(**fields)) for name, fields in kept.items())
+        conversations = (state.get("conversations") or {}).items()
+        self.conversations.update((name, Conversation(**fields)) for name, fields in conversations)
         for samples in groups:
             self.ready.append(samples)
             rollout_ids, instance_id = _rollouts_of(samples), instance_of(samples[0].metadata) if samples else None

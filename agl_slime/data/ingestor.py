@@ -8,12 +8,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from agl_slime.data.assembler import GroupAssembler
-from agl_slime.data.client import OnEnd
 from agl_slime.data.completions import CompletionFollower
-from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.data.results import GroupResult, MemberResult, OnEnd
 from agl_slime.errors import EngineProtocolError
 from agl_slime.metric_names import FAILED
 from agl_slime.store.bridge import FINISHED
@@ -109,20 +109,20 @@ class RolloutIngestor:
     @property
     def unread(self) -> list[str]:
         """Rollouts that were reported as completed and are not added to their groups yet."""
-        return [*self._reading, *self.follower.to_read]
+        return [*self._reading, *self.follower.pending_reads]
 
     def follow_up(self) -> None:
         """Cancel and retry rollouts as the groups ask, and let the producer enqueue more."""
         if unwanted := self.assembler.take_unwanted():
             self.follower.submit(self.cancel, unwanted)
         if retries := self.assembler.take_retries():
-            self.follower.submit(self._retry, [one.request for one in retries])
+            self.follower.submit(self._retry, [member.request for member in retries])
         self.producer.follow_up()
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         with self.changed:
             if self.run_key is None:
-                self._drawn |= {one if isinstance(one, str) else one.rollout_id: None for one in rollouts}
+                self._drawn |= {r if isinstance(r, str) else r.rollout_id: None for r in rollouts}
             self.assembler.opened(rollouts)
             self.follow_up()
 
@@ -143,10 +143,10 @@ class RolloutIngestor:
 
     # -- calls of the follower ----------------------------------------------------------------------------------------
 
-    async def look(self, rollout_id: str) -> None:
+    async def read_if_finished(self, rollout_id: str) -> None:
         """Read a rollout that may have ended."""
         with self.changed:
-            self.follower.to_read.discard(rollout_id)
+            self.follower.pending_reads.discard(rollout_id)
             if rollout_id in self._reading:
                 self._reading[rollout_id] = True
                 return
@@ -231,9 +231,9 @@ class RolloutIngestor:
         async def ask() -> None:
             stored = await self.follower.with_retries(self._store.query_rollouts)
             with self.changed:
-                ordered = [one.rollout_id for one in sorted(stored, key=lambda one: one.start_time)]
+                ordered = [rollout.rollout_id for rollout in sorted(stored, key=attrgetter("start_time"))]
                 self._drawn = dict.fromkeys(sorted(self._undecided.keys() - {*ordered}) + ordered)
-                self._pending = frozenset(one for one in ordered if not self.assembler.has_ended(one))
+                self._pending = frozenset(name for name in ordered if not self.assembler.has_ended(name))
                 self._decide()
 
         if self._undecided and self.follower.has_feed and not self.announced:
@@ -256,8 +256,8 @@ class RolloutIngestor:
             self._drawn.clear()
             for rollout_id in self._undecided:
                 del self._reading[rollout_id]
-                self.follower.to_read.add(rollout_id)
-                self.follower.submit(self.look, rollout_id)
+                self.follower.pending_reads.add(rollout_id)
+                self.follower.submit(self.read_if_finished, rollout_id)
             self._undecided.clear()
 
     def _finalized(self, group: GroupResult) -> None:
@@ -269,12 +269,12 @@ class RolloutIngestor:
         if member is not None and member.failure == EngineProtocolError.__name__:
             self._false_answers[engine := member.failure_message.partition(" ")[0]] += 1
             if self._false_answers[engine] == 2:
-                what = "A second rollout failed by an engine's answer that cannot be right; further ones are counted"
-                logger.warning("%s as %s/%s: %s", what, FAILED, member.failure, member.failure_message)
+                text = "A second rollout failed by an engine's answer that cannot be right; further ones are counted"
+                logger.warning("%s as %s/%s: %s", text, FAILED, member.failure, member.failure_message)
         if self.on_member is not None:
-            stragglers = [one for one in group.members if one.straggler] if group is not None else []
-            for one in [member, *stragglers] if member is not None else stragglers:
-                self.on_member(one)
+            stragglers = [each for each in group.members if each.straggler] if group is not None else []
+            for each in [member, *stragglers] if member is not None else stragglers:
+                self.on_member(each)
         if group is not None and self.on_group is not None:
             self.on_group(group)
         if group is not None and (on_end := self.on_end.pop(group.group_id, None)) is not None:

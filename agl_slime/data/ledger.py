@@ -129,19 +129,19 @@ class Ledger:
     def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
         """Close open or ready rollouts with an outcome; returns how many were not closed before."""
         with self._database.transaction() as connection:
-            before = self._closed_no()
-            number = before + len(rollout_ids)  # rollouts that close together share one number
+            last = self._closed_no()
+            number = last + len(rollout_ids)  # rollouts that close together share one number
             change = "state = 2, outcome = ?, reason = ?, closed_no = ?"
             values = outcome.value, reason, number
             open_ids = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
-            others = [rollout_id for rollout_id in rollout_ids if rollout_id not in self._open]
+            ready_ids = [rollout_id for rollout_id in rollout_ids if rollout_id not in self._open]
             moved = [self._update(change, values, f"state = {_OPEN}", open_ids)]
-            moved.append(self._update(change, values, f"state = {_READY}", others))
+            moved.append(self._update(change, values, f"state = {_READY}", ready_ids))
             self._open.difference_update(open_ids)
             closed = sum(moved)
             self._add(*((name, "", -n) for name, n in zip(_STATES, moved, strict=True)))
             self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
-            if before // _FORGET_EVERY != number // _FORGET_EVERY:
+            if last // _FORGET_EVERY != number // _FORGET_EVERY:
                 [(oldest,)] = self._ask("SELECT min(closed_no) FROM ledger_checkpoints")
                 limit = min(number - _KEPT_CLOSED, number if oldest is None else oldest)
                 connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
@@ -232,40 +232,43 @@ class Ledger:
                 (_KEPT_CHECKPOINTS,),
             )
 
-    def resume(self, step: int, *, kept: Collection[str], reported: Collection[str] | None = None) -> int:
+    def resume(self, step: int, *, ready: Collection[str], reported: Collection[str] | None = None) -> int:
         """Return to the trainer's checkpoint of ``step`` in a new process whose data source has only the rollouts
-        ``kept``, all ready. Rollouts that were trained after the checkpoint, dropped rollouts of instances that are not
+        ``ready``. Rollouts that were trained after the checkpoint, dropped rollouts of instances that are not
         among ``reported`` (``None``: all are), and all other unfinished rollouts are cancelled as ``restarted``, to be
         run again; their instances are no longer finished. Returns the number of cancelled rollouts. Raises
         ``ConfigError`` when the checkpoint is not among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
-                steps = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                steps = [str(number) for (number,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
                 raise ConfigError(f"the ledger has no checkpoint of step {step}, only {', '.join(steps) or 'none'}")
-            before = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE outcome = 'trained' AND closed_no <= ?"
-            trained = {instance_id for (instance_id,) in self._ask(before, *row)}
+            query = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE outcome = 'trained' AND closed_no <= ?"
+            trained = {instance_id for (instance_id,) in self._ask(query, *row)}
             unreported = set() if reported is None else {*self.finished_instances()} - {*reported} - trained
             named = json.dumps(sorted(unreported))
             dropped = "outcome IN ('filtered', 'failed', 'stale') AND instance_id IN (SELECT value FROM json_each(?))"
-            where = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
-            query = f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {where} GROUP BY 1, 2, 3"
+            condition = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
+            query = (
+                f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {condition} GROUP BY 1, 2, 3"
+            )
             undone = self._ask(query, *row, named)
             connection.execute(
-                f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}",
+                "UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL"
+                f" WHERE {condition}",
                 (*row, named),
             )
             self._add(("open", "", sum(n for *_, n in undone)))
             self._add(*((f"closed:{outcome}", reason, -n) for _, outcome, reason, n in undone))
             for instance_id in {instance_id for instance_id, *_ in undone if instance_id is not None}:
-                after = -1 if instance_id in unreported else row[0]
+                limit = -1 if instance_id in unreported else row[0]
                 connection.execute(
-                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, after)
+                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, limit)
                 )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             self._read_open()
             unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
-            ready = set(kept)
+            ready = set(ready)
             self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in ready])
             lost = [rollout_id for rollout_id in unfinished if rollout_id not in ready]
             return self.close_many(lost, Outcome.CANCELLED, "restarted")
@@ -288,11 +291,11 @@ class Ledger:
         """The number of the last closed rollout."""
         return next((n for (n,) in self._ask("SELECT n FROM ledger_counts WHERE kind = 'closed_no'")), 0)
 
-    def _update(self, change: str, values: Sequence[object], where: str, rollout_ids: Sequence[str]) -> int:
-        """Change the rollouts among ``rollout_ids`` that match ``where``; returns how many."""
+    def _update(self, change: str, values: Sequence[object], condition: str, rollout_ids: Sequence[str]) -> int:
+        """Change the rollouts among ``rollout_ids`` that match ``condition``; returns how many."""
         if not rollout_ids:
             return 0
-        query = f"UPDATE ledger_rollouts SET {change} WHERE {where} AND {_AMONG}"
+        query = f"UPDATE ledger_rollouts SET {change} WHERE {condition} AND {_AMONG}"
         return self._database.connection.execute(query, (*values, json.dumps([*rollout_ids]))).rowcount
 
     def _move(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:

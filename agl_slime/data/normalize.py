@@ -66,16 +66,16 @@ def normalize_rewards(
     return [advantage_of[rollout] for rollout in rollouts]
 
 
-def normalization_key(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
-    """The group and the rollout by which to normalise a reward. ``of`` names the rewarded part (``TurnReward.of``); its
-    default is the sample's ``metadata["reward_of"]``. A reward of one turn is compared with the rewards of turns of the
-    same role in the group, or of the group's other single turns."""
-    of = str((sample.metadata or {}).get("reward_of", "")) if of is None else of
-    kind = "turn" if of.startswith("turn:") else of
+def normalization_key(sample: Sample, part: str | None = None) -> tuple[Hashable, Hashable]:
+    """The group and the rollout by which to normalise a reward. ``part`` names the rewarded part (``TurnReward.of``);
+    its default is the sample's ``metadata["reward_of"]``. A reward of one turn is compared with the rewards of turns of
+    the same role in the group, or of the group's other single turns."""
+    part = str((sample.metadata or {}).get("reward_of", "")) if part is None else part
+    kind = "turn" if part.startswith("turn:") else part
     group, rollout = sample.group_index, sample.rollout_id
     return (
-        (group, kind) if of and group is not None else group,
-        (rollout, of) if of and rollout is not None else rollout,
+        (group, kind) if part and group is not None else group,
+        (rollout, part) if part and rollout is not None else rollout,
     )
 
 

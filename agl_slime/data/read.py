@@ -68,14 +68,14 @@ async def collect(
     # the engine's own count, not the length of our ids: the two are compared in every report
     counts = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
     # a foreign span may hold anything, as True or NaN
-    numbers = [one for one in counts if isinstance(one, (int, float)) and not isinstance(one, bool)]
+    numbers = [n for n in counts if isinstance(n, (int, float)) and not isinstance(n, bool)]
     sampled = sum(int(number) for number in numbers if math.isfinite(number))
-    seen: Any = {"sampled_tokens": sampled, "turns": len(counts), "timeline": timeline}
+    figures: Any = {"sampled_tokens": sampled, "turns": len(counts), "timeline": timeline}
 
     async def failed(reason: str, message: str) -> MemberResult:
         so_far = partial(_so_far, rollout, spans, attempt_id, tokenizer)
         trajectory = await run_in_thread(so_far) if heavy else so_far()
-        return _failed(rollout, reason, message, trajectory=trajectory, **seen)
+        return _failed(rollout, reason, message, trajectory=trajectory, **figures)
 
     if rollout.status == "failed":
         return await failed(*failure_of(spans, attempt))
@@ -105,12 +105,12 @@ async def collect(
     return _result(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
-        trajectory=_so_far(rollout, spans, attempt_id, tokenizer)
-        if text_only
-        else conversion and conversion.trajectory,
+        trajectory=(
+            _so_far(rollout, spans, attempt_id, tokenizer) if text_only else conversion and conversion.trajectory
+        ),
         reward=reward.primary,
         rewards=dict(reward.named),
-        **seen,
+        **figures,
     )
 
 
@@ -118,9 +118,7 @@ def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer:
     """The turns of a failed rollout, for reports; ``None`` where its spans have none."""
     try:
         turns = read_turns(spans_of_attempt(spans, attempt_id), tokenizer)
-    except (
-        Exception
-    ) as error:  # the cause of the failure (a tokenizer, say) may fail here too; only the report lacks the turns
+    except Exception as error:  # the cause of the failure, such as a tokenizer, may fail here, too
         logger.debug("The turns of failed rollout %s cannot be read.", rollout.rollout_id, exc_info=error)
         return None
     if not turns:
@@ -142,7 +140,7 @@ def timeline_of(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]
             latency = span.attributes.get(LATENCY_S, (span.end_time or span.start_time) - span.start_time)
             if isinstance(latency, (int, float)):
                 calls.append([round(span.start_time - zero, 4), round(span.start_time - zero + latency, 4)])
-    started, ended = (None if at is None else round(at - zero, 4) for at in (began, ended))
+    started, ended = (None if time_s is None else round(time_s - zero, 4) for time_s in (began, ended))
     return {"enqueued": zero, "started": started, "ended": ended, "calls": calls}
 
 
@@ -177,13 +175,13 @@ def _result(rollout: Rollout, **fields: Any) -> MemberResult:
     )
 
 
-def _failed(rollout: Rollout, reason: str, message: str, **seen: Any) -> MemberResult:
+def _failed(rollout: Rollout, reason: str, message: str, **fields: Any) -> MemberResult:
     """A failure with the request that retries it; a cancelled rollout has none."""
     outcome = Outcome.CANCELLED if rollout.status == "failed" and reason == "cancelled" else Outcome.FAILED
     metadata = dict(rollout.metadata or {})
     if "seed" in metadata:  # with the same one a deterministic engine would fail it again
         metadata["seed"] = f"{metadata['seed']}+"
-    again = EnqueueRolloutRequest(
+    retry = EnqueueRolloutRequest(
         input=rollout.input,
         mode=rollout.mode,
         resources_id=rollout.resources_id,
@@ -195,6 +193,6 @@ def _failed(rollout: Rollout, reason: str, message: str, **seen: Any) -> MemberR
         failure=reason,
         failure_message=message,
         outcome_if_failed=outcome,
-        request=None if outcome is Outcome.CANCELLED else again,
-        **seen,
+        request=None if outcome is Outcome.CANCELLED else retry,
+        **fields,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ class Conversation:
 class MemberResult:
     """A finished member of a group: samples and a reward, or a failure with its reason. ``reward`` is the primary one
     of ``rewards``, ``sampled_tokens`` the engine's count, ``request`` enqueues a failed rollout again, ``timeline``
-    comes from ``datasource.read.timeline_of``."""
+    comes from ``data.read.timeline_of``."""
 
     rollout_id: str
     group_id: str
@@ -99,11 +99,12 @@ class MemberResult:
         """Of this rollout; after a restart the kept one."""
         if isinstance(self.trajectory, Conversation):
             return self.trajectory
-        said = Conversation(task=self.task, timeline=self.timeline)
+        conversation = Conversation(task=self.task, timeline=self.timeline)
         if self.trajectory is None:
-            return said
+            return conversation
+        messages, stop_reason = self.trajectory.messages, self.trajectory.stop_reason
         turns = tuple(map(describe_turn, self.trajectory.turns))
-        return replace(said, messages=self.trajectory.messages, stop_reason=self.trajectory.stop_reason, turns=turns)
+        return replace(conversation, messages=messages, stop_reason=stop_reason, turns=turns)
 
     @property
     def straggler(self) -> bool:
@@ -139,6 +140,10 @@ class GroupResult:
         return [member.reward for member in self.members if member.reward is not None]
 
 
+OnEnd = Callable[[str, GroupResult | None], None]
+"""Called with a group's id and the finalized group; with ``None`` when a restart lost it, or its source has ended."""
+
+
 def rollout_of(sample: Sample) -> str | None:
     """The rollout id of a sample; ``None`` for a sample from elsewhere."""
     return sample.metadata.get("agl_rollout_id")
@@ -152,26 +157,26 @@ def reward_of(sample: Sample) -> Any:
 def group_of(samples: Sequence[Sample], conversations: Mapping[str, Conversation]) -> GroupResult:
     """A ready group, rebuilt after a restart from its samples and the ``conversations`` of rollouts: without failed
     members."""
-    parts: dict[str, list[Sample]] = {}
+    by_rollout: dict[str, list[Sample]] = {}
     for sample in samples:
-        parts.setdefault(rollout_of(sample) or "", []).append(sample)
+        by_rollout.setdefault(rollout_of(sample) or "", []).append(sample)
     instance_id = instance_of(samples[0].metadata)
-    group_id = next(iter(parts))
+    group_id = next(iter(by_rollout))
     members = tuple(
         MemberResult(
             rollout_id=name,
             group_id=group_id,
-            group_size=len(parts),
-            samples=tuple(part),
-            reward=reward_of(part[0]),
-            rewards=part[0].metadata.get("rewards") or {"primary": reward_of(part[0])},
-            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in part),
-            turns=sum(sample.metadata.get("turns", 1) for sample in part),
+            group_size=len(by_rollout),
+            samples=tuple(siblings),
+            reward=reward_of(siblings[0]),
+            rewards=siblings[0].metadata.get("rewards") or {"primary": reward_of(siblings[0])},
+            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in siblings),
+            turns=sum(sample.metadata.get("turns", 1) for sample in siblings),
             instance_id=instance_id,
-            task=(kept := conversations.get(name, Conversation())).task,
-            trajectory=kept,
-            timeline=kept.timeline,
+            task=(conversation := conversations.get(name, Conversation())).task,
+            trajectory=conversation,
+            timeline=conversation.timeline,
         )
-        for name, part in parts.items()
+        for name, siblings in by_rollout.items()
     )
-    return GroupResult(group_id=group_id, mode="train", size=len(parts), members=members, ready=True)
+    return GroupResult(group_id=group_id, mode="train", size=len(by_rollout), members=members, ready=True)

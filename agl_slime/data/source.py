@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from agl_slime.data.assembler import GroupAssembler
-from agl_slime.data.client import OnEnd
 from agl_slime.data.ingestor import Producer, RolloutIngestor
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.data.read import collect
-from agl_slime.data.results import GroupResult, MemberResult, Outcome, group_of
+from agl_slime.data.results import GroupResult, MemberResult, OnEnd, Outcome, group_of
 from agl_slime.errors import DataSourceError
 from agl_slime.support.agl import LightningStore, Rollout, threaded
 from agl_slime.support.ranges import check_ranges
@@ -170,9 +169,9 @@ class GroupSource:
         """Limit ``get_samples`` to the ready groups of these rollouts, in this order, without waiting for more;
         ``None`` lifts the limit. Returns how many of the previously reserved groups were not delivered."""
         with self.changed:
-            left = self.delivery.reserve(rollout_ids)
+            undelivered = self.delivery.reserve(rollout_ids)
             self.changed.notify_all()
-        return left
+        return undelivered
 
     def reserve_whole(self, rollout_ids: Sequence[str]) -> None:
         """Wait until all of these groups are ready, then ``reserve`` them: another process, which follows the same
@@ -266,8 +265,8 @@ class GroupSource:
         self.ingestor.on_member, self.ingestor.on_group = on_member, on_group
 
     def notify(self, rollout_id: str) -> None:
-        """Look at a rollout that may have ended. From any thread."""
-        self.follower.submit(self.ingestor.look, rollout_id)
+        """Read a rollout if it has ended. From any thread."""
+        self.follower.submit(self.ingestor.read_if_finished, rollout_id)
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
@@ -318,7 +317,7 @@ class GroupSource:
             self.assembler.restore(state)
             self.ledger.remember({*(state.get("ended") or ())} - {*waiting})
             self.follower.table.restore(state)
-            self.follower.to_read.update(waiting)
+            self.follower.pending_reads.update(waiting)
             self.producer.restore(state)
             self.ingestor.resume(state.get("run_key"), waiting)
             self.changed.notify_all()

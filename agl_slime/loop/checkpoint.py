@@ -46,8 +46,8 @@ class Checkpoint:
     def rewind(self, ledger: Ledger, *, reported: Collection[str] | None = None) -> int:
         """Take the ledger back to this checkpoint; the run's reports name the instances ``reported``. Returns the
         number of rollouts that were in flight."""
-        kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
-        return ledger.resume(self.loop.iteration, kept=kept, reported=reported)
+        ready = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
+        return ledger.resume(self.loop.iteration, ready=ready, reported=reported)
 
 
 class CheckpointWriter:

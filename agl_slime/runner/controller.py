@@ -64,7 +64,7 @@ class ControllerPool(RunnerPool):
         )
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._unsubscribe: Callable[[], None] = lambda: None
+        self._unsubscribe: Callable[[], object] = lambda: None
 
     @property
     def failure(self) -> BaseException | None:

@@ -28,7 +28,7 @@ from typing import Any, get_args
 from pydantic_core import PydanticSerializationError, to_json
 
 from agl_slime.errors import ConfigError
-from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
+from agl_slime.store.collections import BridgeCollections, do_not_measure, share_field_sets
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
 from agl_slime.support.agl import (
     Attempt,
@@ -87,13 +87,13 @@ class BridgeStore(InMemoryLightningStore):
         self.retention = retention or Retention()
         do_not_measure(self)
         self.collections = BridgeCollections()
-        self._finished_listeners: list[RolloutListener] = []
+        self._finished_listeners: dict[object, RolloutListener] = {}
         self._released: OrderedDict[str, None] = OrderedDict()  # ids, oldest release first
         self._released_bytes = 0
         self._unreleased_limit = self.retention.unreleased_bytes or self._memory_capacity_bytes // 2
         self._warned = False
         self._backpressure = False
-        self._watch = WatchList()
+        self._next_checks: dict[str, float] = {}  # of running rollouts with limits, in seconds since the epoch
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
         self._failed_at: dict[str, float] = {}  # worker id -> its last heartbeat before it was failed
@@ -103,15 +103,11 @@ class BridgeStore(InMemoryLightningStore):
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def subscribe_finished(self, listener: RolloutListener) -> Callable[[], None]:
+    def subscribe_finished(self, listener: RolloutListener) -> Callable[[], object]:
         """Call ``listener(rollout)`` for each rollout that ends from now on; the returned function unsubscribes."""
-        self._finished_listeners.append(listener)
-
-        def unsubscribe() -> None:
-            if listener in self._finished_listeners:
-                self._finished_listeners.remove(listener)
-
-        return unsubscribe
+        key = object()
+        self._finished_listeners[key] = listener
+        return lambda: self._finished_listeners.pop(key, None)
 
     # -- for a controller, which starts attempts itself ---------------------------------------------------------------
 
@@ -222,7 +218,7 @@ class BridgeStore(InMemoryLightningStore):
         self._start_time_by_rollout.pop(rollout_id, None)
         self._completion_events.pop(rollout_id, None)
         self._running_rollout_ids.discard(rollout_id)
-        self._watch.discard(rollout_id)
+        self._next_checks.pop(rollout_id, None)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -258,17 +254,17 @@ class BridgeStore(InMemoryLightningStore):
         with self.collections.lock:
             rollout = self.collections.rollout(attempt.rollout_id)
             attempts = self.collections.attempts_of(attempt.rollout_id).values()
-            deaths = sum(WORKER_DIED in (other.metadata or {}) for other in attempts)
+            deaths = sum(WORKER_DIED in (each.metadata or {}) for each in attempts)
         if rollout is None or (deaths >= _DEATHS_FORGIVEN and not blameless):
             return
         config = rollout.config
         if config.max_attempts > attempt.sequence_id and "unresponsive" in config.retry_condition:
             return
-        more = {
+        changes = {
             "max_attempts": max(config.max_attempts, attempt.sequence_id + 1),
             "retry_condition": [*dict.fromkeys([*config.retry_condition, "unresponsive"])],
         }
-        await self.update_rollout(attempt.rollout_id, config=config.model_copy(update=more))
+        await self.update_rollout(attempt.rollout_id, config=config.model_copy(update=changes))
 
     async def _fail_silent_workers(self, now: float) -> None:
         with self.collections.lock:
@@ -313,12 +309,12 @@ class BridgeStore(InMemoryLightningStore):
                 attempt = self.collections.latest_attempt(rollout.rollout_id) if rollout.status in RUNNING else None
                 next_check = _next_check(rollout.config, attempt) if attempt is not None else None
                 if next_check is None:
-                    self._watch.discard(rollout.rollout_id)
+                    self._next_checks.pop(rollout.rollout_id, None)
                 else:
-                    self._watch.set(rollout.rollout_id, next_check)
+                    self._next_checks[rollout.rollout_id] = next_check
         for rollout, updated in rollouts:
             if "status" in updated and rollout.status in FINISHED:
-                for listener in list(self._finished_listeners):
+                for listener in list(self._finished_listeners.values()):
                     listener(rollout)
 
     async def _unlocked_get_latest_attempt(self, collections: Any, rollout_id: str) -> Attempt | None:
@@ -376,11 +372,13 @@ class BridgeStore(InMemoryLightningStore):
         attempt.last_heartbeat_time = time.time()
         if attempt.status in ("preparing", "unresponsive"):
             attempt.status = "running"
-        before = rollout.status
-        if before not in ("preparing", "requeuing") or attempt is not self.collections.latest_attempt(rollout_id):
+        previous_status = rollout.status
+        if previous_status not in ("preparing", "requeuing") or attempt is not self.collections.latest_attempt(
+            rollout_id
+        ):
             return None
         rollout.status = "running"
-        return (rollout, ["status"]) if before == "requeuing" else None
+        return (rollout, ["status"]) if previous_status == "requeuing" else None
 
     async def _maybe_evict_spans(self, collections: Any) -> None:
         """Does nothing: stock eviction drops unread spans. See ``_trim``."""
@@ -397,14 +395,15 @@ class BridgeStore(InMemoryLightningStore):
         """The running rollouts for the watchdog: only ones with a limit that may have passed."""
         now = time.time()
         due = []
-        for rollout_id in self._watch.take_due(now):
+        for rollout_id in [rollout_id for rollout_id, time_s in self._next_checks.items() if time_s <= now]:
+            del self._next_checks[rollout_id]
             rollout, attempt = self.collections.rollout(rollout_id), self.collections.latest_attempt(rollout_id)
             if rollout is None or rollout.status not in RUNNING or attempt is None:
                 continue
             next_check = _next_check(rollout.config, attempt)
             if next_check is not None:
                 # checked again soon: the watchdog's clock is read after this one
-                self._watch.set(rollout_id, max(next_check, now + 0.05))
+                self._next_checks[rollout_id] = max(next_check, now + 0.05)
             due.append(AttemptedRollout(**rollout.model_dump(), attempt=attempt))
         return due
 
@@ -447,6 +446,6 @@ def _unsendable(value: Any, place: str) -> str | None:
             return f"{place} is {value!r:.80} ({type(value).__name__}), which JSON cannot hold"
         return None
     try:
-        return next(filter(None, (_unsendable(each, at) for each, at in inside)), None)
+        return next(filter(None, (_unsendable(each, location) for each, location in inside)), None)
     except RecursionError:
         return f"{place} is nested too deep, which JSON cannot hold"

@@ -84,7 +84,7 @@ class RemoteStore(LightningStoreClient):
         path, backoff = CANCELLED_PATH if only_cancelled else FEED_PATH, self._backoff(patience_s)
         while True:
             body = orjson.dumps(
-                {"server_instance_id": position.server_instance_id, "after": position.after, "wait_s": wait_s}
+                {"server_instance_id": position.server_instance_id, "after": position.last, "wait_s": wait_s}
             )
             post = partial(self._page, path, body, timeout_s=wait_s + 10.0)
             try:

@@ -10,7 +10,6 @@ These are semi-private parts of Agent Lightning 0.3; ``tests/store/test_hooks.py
 
 from __future__ import annotations
 
-import heapq
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -121,41 +120,3 @@ class BridgeCollections(InMemoryLightningCollections):
         while len(items) > keep:
             del items[next(iter(items))]
             self._resources._size -= 1
-
-
-# Stale entries that the heap may have, beyond its live ones, before it is rebuilt.
-_STALE = 1_024
-
-
-class WatchList:
-    """Running rollouts by the time of their next check, in seconds since the epoch, so that the store's watchdog visits
-    only due ones (the stock scan of all 4,096 takes 0.2 s). Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._next)
-
-    def set(self, rollout_id: str, when: float) -> None:
-        """Set the time of a rollout's check, in place of an earlier one."""
-        self._next[rollout_id] = when
-        heapq.heappush(self._heap, (when, rollout_id))
-        if len(self._heap) > 2 * len(self._next) + _STALE:
-            self._heap = [(at, name) for name, at in self._next.items()]
-            heapq.heapify(self._heap)
-
-    def discard(self, rollout_id: str) -> None:
-        """Remove a rollout that no longer runs."""
-        self._next.pop(rollout_id, None)
-
-    def take_due(self, now: float) -> list[str]:
-        """Remove and return the rollouts whose check is due."""
-        due = []
-        while self._heap and self._heap[0][0] <= now:
-            when, rollout_id = heapq.heappop(self._heap)
-            if self._next.get(rollout_id) == when:
-                del self._next[rollout_id]
-                due.append(rollout_id)
-        return due

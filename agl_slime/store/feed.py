@@ -42,14 +42,14 @@ class FeedPosition:
     """A reader's position: the number of ends of a server instance that it has processed."""
 
     server_instance_id: str = ""
-    after: int = 0
+    last: int = 0
 
     def restarted(self, page: FeedPage) -> bool:
         """Whether ``page`` comes from another server instance; ends between the two are in neither feed."""
         return self.server_instance_id not in ("", page["server_instance_id"])
 
     def move(self, page: FeedPage) -> None:
-        self.server_instance_id, self.after = page["server_instance_id"], page["last"]
+        self.server_instance_id, self.last = page["server_instance_id"], page["last"]
 
 
 class FinishedFeed:
@@ -81,13 +81,13 @@ class FinishedFeed:
     def read(self, position: FeedPosition) -> FeedPage:
         with self._lock:
             first = self.last - len(self._ids) + 1
-            valid = position.server_instance_id == self.server_instance_id and position.after <= self.last
-            after = position.after if valid else 0
-            begin = max(after + 1, first)
+            valid = position.server_instance_id == self.server_instance_id and position.last <= self.last
+            processed = position.last if valid else 0
+            begin = max(processed + 1, first)
             end = min(self.last, begin + _PAGE - 1)
             ids = [self._ids[i - first] for i in range(begin, end + 1)]
             return FeedPage(
-                server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=begin > after + 1
+                server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=begin > processed + 1
             )
 
     async def wait(self, position: FeedPosition, timeout_s: float) -> FeedPage:

@@ -57,10 +57,10 @@ class Recording:
             self._pending.append(builder)
         return True
 
-    def add_instant(self, name: str, attributes: dict[str, Any], at: float) -> None:
-        """``add`` a span of no duration."""
+    def add_instant(self, name: str, attributes: dict[str, Any], time_s: float) -> None:
+        """``add`` a span of no duration at ``time_s``, in seconds since the epoch."""
         status = TraceStatus(status_code="OK")
-        core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
+        core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=time_s, end_time=time_s)
         self.add(partial(Span.from_core_fields, core))
 
     async def write(self, *, close: bool = False) -> None:

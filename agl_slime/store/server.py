@@ -6,7 +6,8 @@
 - ``POST /agl_slime/v1/batch``: many calls in one request.
 - ``POST /agl_slime/v1/plan`` with ``{"step"}``: the plan of a training step, one rollout of each of its groups.
 
-A body of more than 512 MB gets 413 on any route. Other requests are served while a large one is executed.
+A body of more than 512 MB gets 413 on any route, one without a Content-Length 411. Other requests are served while a
+large one is executed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
@@ -93,7 +93,7 @@ class StoreService:
         self._stalled_s = stalled_s
         self._server = LightningStoreServer(store=store, launcher_args=arguments)
         self._add_routes(token)
-        self._unsubscribe: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], object] | None = None
 
     @property
     def url(self) -> str:
@@ -149,8 +149,8 @@ class StoreService:
         app.post(BATCH_PATH)(batch)
 
         async def plan(request: Request) -> list[str]:
-            asked = await _json(request)
-            step = asked.get("step") if isinstance(asked, dict) else None
+            body = await _json(request)
+            step = body.get("step") if isinstance(body, dict) else None
             if not isinstance(step, int) or (rollout_ids := self._plans.get(step)) is None:
                 raise HTTPException(404, f"there is no plan for step {step!r:.40}")
             return rollout_ids
@@ -163,45 +163,14 @@ class StoreService:
                 return JSONResponse({"detail": detail}, status_code=401)
             if (detail := page_refusal(request.headers, request.url.path, check_host=not token)) is not None:
                 return JSONResponse({"detail": detail}, status_code=403)
+            if "transfer-encoding" in request.headers:  # its size would be known after it was read
+                return JSONResponse({"detail": "the body is chunked: send it with a Content-Length"}, status_code=411)
+            if int(request.headers.get("content-length", 0)) > _MAX_BODY:
+                detail = f"the body is larger than {_MAX_BODY} bytes; send less in one request"
+                return JSONResponse({"detail": detail}, status_code=413)
             return await call_next(request)
 
         app.middleware("http")(admit)
-        app.add_middleware(_BoundedBodies, limit=_MAX_BODY)
-
-
-class _BoundedBodies:
-    """Answers 413 to a body of more than ``limit`` bytes: Agent Lightning's routes read any size. The route sees a
-    disconnected client."""
-
-    def __init__(self, app: ASGIApp, *, limit: int) -> None:
-        self._app, self._limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received, responded = 0, False
-
-        async def counted_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            return message if received <= self._limit else {"type": "http.disconnect"}
-
-        async def guarded_send(message: Message) -> None:
-            nonlocal responded
-            if received <= self._limit or responded:
-                responded = True
-                await send(message)
-
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            await self._app(scope, counted_receive, guarded_send)
-        except Exception:
-            if received <= self._limit:
-                raise
-        if received > self._limit and not responded:
-            detail = f"the body is larger than {self._limit} bytes; send less in one request"
-            await JSONResponse({"detail": detail}, status_code=413)(scope, receive, send)
 
 
 @contextmanager
@@ -274,19 +243,19 @@ class _Follower(BaseModel):
     """A request for a page of a feed: the reader's position, and how long to wait for a page."""
 
     server_instance_id: str = ""
-    after: Annotated[int, Field(ge=0)] = 0
+    last: Annotated[int, Field(ge=0, alias="after")] = 0
     wait_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 def _pages_of(feed: FinishedFeed) -> Callable[[Request], Awaitable[FeedPage]]:
     async def pages(request: Request) -> FeedPage:
         try:
-            asked = _Follower.model_validate(await _json(request))
+            follower = _Follower.model_validate(await _json(request))
         except ValidationError as error:
             [first, *_] = error.errors()
-            where = ".".join(map(str, first["loc"])) or "the body"
-            raise HTTPException(400, f"{where}: {first['msg']}") from error
-        return await feed.wait(FeedPosition(asked.server_instance_id, asked.after), asked.wait_s)
+            field = ".".join(map(str, first["loc"])) or "the body"
+            raise HTTPException(400, f"{field}: {first['msg']}") from error
+        return await feed.wait(FeedPosition(follower.server_instance_id, follower.last), follower.wait_s)
 
     return pages
 
@@ -315,10 +284,10 @@ def _encoded(result: dict[str, Any]) -> orjson.Fragment:
 async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
     if call["op"] == "spans":
         spans: list[Span] = []
-        async for part in _parts(call["spans"]):
-            spans += [Span.model_validate(span) for span in part]
-        async for part in _parts(spans):
-            await _write(store, part)
+        async for chunk in _slices(call["spans"]):
+            spans += [Span.model_validate(span) for span in chunk]
+        async for chunk in _slices(spans):
+            await _write(store, chunk)
         return [span.sequence_id for span in spans]
     if call["op"] == "attempt":
         attempt = await store.update_attempt(call["rollout_id"], call["attempt_id"], **call["fields"])
@@ -328,7 +297,7 @@ async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
     raise ValueError(f"there is no call {call['op']!r}")
 
 
-async def _parts(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+async def _slices(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
     for first in range(0, len(items), _SLICE):
         if first:
             await asyncio.sleep(0)

@@ -30,7 +30,7 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(data: st.DataOb
     saved: tuple[str, set[str]] | None = None
     for _ in range(data.draw(st.integers(1, 30))):
         step = data.draw(st.sampled_from(["page", "read", "save", "crash"]))
-        position = table.position.after
+        position = table.position.last
         if step == "page" and position < len(feed):
             fresh = table.add_page(page(position, feed[position : data.draw(st.integers(position + 1, len(feed)))]))
             assert len(set(fresh)) == len(fresh)
@@ -50,13 +50,13 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(data: st.DataOb
             table.restore(state)
             read = set(saved[1])
             # the rest of the feed is read, or recognised as read before that state was saved
-            rest = set(feed[table.position.after :])
-            assert read & rest <= set(state["ended"]) | set(feed[: table.position.after])
+            rest = set(feed[table.position.last :])
+            assert read & rest <= set(state["ended"]) | set(feed[: table.position.last])
             if hold:
                 assert not released & (rest - read), "released and needed"
     while unread:
         table.read(unread.pop())
-    position = table.position.after
+    position = table.position.last
     if position < len(feed):
         for rollout_id in table.add_page(page(position, feed[position:])):
             table.read(rollout_id)

@@ -38,7 +38,7 @@ def test_dropped_groups_without_a_report_are_run_again(ledger):
         ledger.close_many([f"{task}2"], outcome, "zero_variance" if outcome is Outcome.FILTERED else "")
         ledger.finish_instance(task)
     ledger.close_many(["d1"], Outcome.FAILED, "no_reward")
-    assert ledger.resume(3, kept=[], reported=["a"]) == 5  # both of b and c; of d, the one in flight
+    assert ledger.resume(3, ready=[], reported=["a"]) == 5  # both of b and c; of d, the one in flight
     assert ledger.finished_instances() == ["a"]
     counts = ledger.counts()
     assert counts.opened == sum(counts.closed.values()) == 8
@@ -95,14 +95,14 @@ def test_resuming_from_a_checkpoint_takes_later_steps_back(tmp_path):
     ledger.close_many(["bad"], Outcome.FAILED, "timeout")
     ledger.finish_instance("d")
     ledger.open_many([("kept", "e")])
-    assert ledger.resume(0, kept=["kept", "unknown"]) == 2
+    assert ledger.resume(0, ready=["kept", "unknown"]) == 2
     assert ledger.outcome_of("r1") == ledger.outcome_of("r2") == (Outcome.CANCELLED, "restarted")
     assert ledger.finished_instances() == ["a", "d"]
     counts = ledger.counts()
     assert (counts.opened, counts.open, counts.ready) == (5, 0, 1)
     assert counts.closed == {Outcome.TRAINED: 1, Outcome.FAILED: 1, Outcome.CANCELLED: 2}
     with pytest.raises(ConfigError, match="no checkpoint of step 2, only 0"):
-        ledger.resume(2, kept=[])
+        ledger.resume(2, ready=[])
 
 
 def test_old_closed_rollouts_are_forgotten_but_counted(ledger, monkeypatch):

@@ -33,7 +33,7 @@ async def test_stop_wakes_waiting_callers_and_leaves_the_store() -> None:
         with pytest.raises(DataSourceError, match="was stopped"):
             await asyncio.wait_for(waiting, 10)
         assert running.source.follower.thread._thread not in threading.enumerate()
-        assert running.store._finished_listeners == []
+        assert running.store._finished_listeners == {}
         await running.finish(ids)  # would raise in the store if it called a closed loop
         with pytest.raises(DataSourceError, match="was stopped"):
             running.source.get_samples(1)
@@ -59,7 +59,7 @@ async def test_its_thread_starts_at_the_first_use_or_completion() -> None:
         source.stop()
         uses["begin"](source)
         assert not source.follower.thread.alive
-    assert store._finished_listeners == []
+    assert store._finished_listeners == {}
 
 
 async def test_a_store_that_breaks_surfaces_where_samples_are_waited_for() -> None:

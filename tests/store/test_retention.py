@@ -6,13 +6,10 @@ import logging
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.processes import ProcessPool
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
-from agl_slime.store.collections import WatchList
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import LLM, LitAgent, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
@@ -31,7 +28,7 @@ def sizes(store: BridgeStore) -> dict[str, int]:
         "span bytes": len(store._span_bytes_by_rollout),
         "running": len(store._running_rollout_ids),
         "evicted": len(store._evicted_rollout_span_sets),
-        "watched": len(store._watch),
+        "watched": len(store._next_checks),
         "queue": len(collections._rollout_queue._items),
     }
 
@@ -44,19 +41,18 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-async def test_released_rollouts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_released_rollouts_leave_nothing_behind() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0))
     for _ in range(3):
         ids = await execute(store, 10)
         assert await store.release(ids) == 10
         assert sizes(store) == dict.fromkeys(sizes(store), 0)
-    monkeypatch.setattr("agl_slime.store.collections._STALE", 0)
     for _ in range(20):  # with a time limit, which is watched
         await enqueue_inputs(store, range(1), timeout_seconds=60)
         running = await claim(store)
         await store.update_attempt(running.rollout_id, running.attempt.attempt_id, status="succeeded")
         await store.release([running.rollout_id])
-    assert len(store._watch._heap) <= 2
+    assert not store._next_checks
     statistics = await store.statistics()
     totals = ("total_rollouts", "total_attempts", "total_spans", "total_span_bytes")
     assert [statistics[name] for name in totals] == [0] * 4  # type: ignore[literal-required]
@@ -160,7 +156,7 @@ async def test_a_scan_looks_at_nothing_when_nothing_is_due(monkeypatch: pytest.M
     monkeypatch.setattr(store.collections, "rollout", lambda rollout_id: ids.append(rollout_id))
     await store._scan_for_unhealthy_rollouts()
     assert ids == []
-    assert len(store._watch) == 50
+    assert len(store._next_checks) == 50
 
 
 # -- dead runners ----------------------------------------------------------------------------------------------------
@@ -234,40 +230,3 @@ async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(now:
     now[0] += 100
     await store.query_workers()
     assert store.usage().queued == 0  # judged once per silence
-
-
-rollout_ids = st.sampled_from([f"r{n}" for n in range(12)])
-steps = st.one_of(
-    st.tuples(st.just("set"), rollout_ids, st.integers(0, 50)),
-    st.tuples(st.just("discard"), rollout_ids, st.just(0)),
-    st.tuples(st.just("take"), st.just(""), st.integers(0, 50)),
-)
-
-
-@given(st.lists(steps, max_size=200))
-def test_due_entries_are_taken_exactly_once(sequence: list[tuple[str, str, int]]) -> None:
-    watch = WatchList()
-    model: dict[str, int] = {}
-    for action, name, when in sequence:
-        if action == "set":
-            watch.set(name, when)
-            model[name] = when
-        elif action == "discard":
-            watch.discard(name)
-            model.pop(name, None)
-        else:
-            due = watch.take_due(when)
-            assert sorted(due) == sorted(rollout_id for rollout_id, due_at in model.items() if due_at <= when)
-            for rollout_id in due:
-                del model[rollout_id]
-        assert len(watch) == len(model)
-
-
-def test_rollouts_that_ended_do_not_pile_up() -> None:
-    watch = WatchList()
-    for number in range(50_000):
-        watch.set(f"r{number}", 1e9)
-        if number >= 10:
-            watch.discard(f"r{number - 10}")
-    assert len(watch) == 10
-    assert len(watch._heap) < 2_000
