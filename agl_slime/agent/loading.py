@@ -55,15 +55,15 @@ def only_agent(path: str) -> str:
 
 
 def load_agent(path: str) -> Any:
-    """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, the agent object of
-    that name (as ``@agl.rollout`` makes), or a function ``(task, llm)``, also a ``functools.partial`` or an object with
-    ``__call__``, as such an object. Objects and functions take
+    """The agent named ``module:Name`` or ``path/to/file.py:Name``, or the only one of ``path/to/file.py``: a new
+    instance of that class, the agent object of that name (as ``@agl.rollout`` makes), or a function ``(task, llm)``,
+    also a ``functools.partial`` or an object with ``__call__``, as such an object. Objects and functions take
     ``make_task`` and ``demonstrations`` from their module. Modules are searched in the working directory too, as with
     ``python -m``.
 
     Raises ``ConfigError`` with one sentence, whatever error the module or class raises.
     """
-    source, name = split_agent(path)
+    source, name = split_agent(only_agent(path))
 
     def unusable(why: str) -> ConfigError:
         return ConfigError(f"--agent {path}: {why}")
@@ -161,7 +161,7 @@ def _imported(source: str) -> ModuleType:
 
 def agent_module(path: str) -> ModuleType:
     """The module from which ``load_agent`` takes the agent."""
-    return _imported(split_agent(path)[0])
+    return _imported(path if path.endswith(".py") else split_agent(path)[0])
 
 
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:

@@ -199,10 +199,10 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def config_values(config: TrainConfig) -> dict[str, Any]:
     """The settings as ``read_config`` reads them from JSON, which has no infinity, in any directory."""
     values: dict[str, Any] = {**flat_values(config), "local": asdict(config.local)}
-    source, _, name = config.agent.rpartition(":")
+    source, colon, name = (config.agent, "", "") if config.agent.endswith(".py") else config.agent.rpartition(":")
     if config.runners != "controller":  # which imports modules alone
         file = source if source.endswith(".py") else f"{source}.py"
-        values["agent"] = f"{_absolute(file)}:{name}" if os.path.exists(file) else config.agent
+        values["agent"] = f"{_absolute(file)}{colon}{name}" if os.path.exists(file) else config.agent
     for name, value in values.items():
         if isinstance(value, Path) and not (name == "eval_tasks" and config.environment.name):  # a split's name
             values[name] = _absolute(value)

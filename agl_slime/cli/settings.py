@@ -66,7 +66,7 @@ class TrainConfig:
     one from names as on the command line."""
 
     agent: str = DEFAULT_AGENT
-    """The agent, as module:Class or path/to/file.py:Class."""
+    """The agent, as module:Class or path/to/file.py:Class; path/to/file.py where it has one."""
     tasks: Path | None = None
     """Tasks as JSON lines, one object each; by default the agent's make_task(rng) makes them."""
     model_path: Annotated[Path | None, tyro.conf.arg(aliases=["--model"])] = None
@@ -153,7 +153,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         plan = RunnerPlan.parse(self.runners)
-        split_agent(self.agent)
+        if not self.agent.endswith(".py"):  # whose only agent is known when it is loaded
+            split_agent(self.agent)
         check_ranges(
             SimpleNamespace(**flat_values(self)),
             ("actor_num_nodes actor_num_gpus_per_node max_concurrent", lambda value: value >= 1, "at least 1"),

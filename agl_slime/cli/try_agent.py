@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from agl_slime.agent.loading import load_agent, only_agent
+from agl_slime.agent.loading import load_agent
 from agl_slime.cli.evaluate import MOST_TASKS, EvalConfig, OtherModel, Prepared, prepare, sampling_with
 from agl_slime.cli.flags import split_env_flags
 from agl_slime.cli.settings import command_config, parse_command, train_config
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     more = {"env_arguments": env_flags or None}
     config = parse_command(TryCommand, _RUN_SETTINGS, prog="agl-slime try", arguments=ours, **more)
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("agent", "settings")}
-    asyncio.run(try_task(config.agent and only_agent(config.agent), **given, **config.settings))
+    asyncio.run(try_task(config.agent, **given, **config.settings))
 
 
 async def try_task(

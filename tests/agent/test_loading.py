@@ -181,7 +181,7 @@ async def test_a_function_of_task_and_llm_is_an_agent_with_its_modules_tasks(her
         (here / f"only_{name}.py").write_text(f"{FUNCTIONS}\n{name}_ = {name}\ndel answer, weighted, asked, method")
         assert only_agent(f"only_{name}.py") == f"only_{name}.py:{name}_"
     names = ("answer", "weighted", "asked", "method")
-    for path in ("agent_function.py:answer", *(f"agent_function:{name}" for name in names), "only_asked.py:asked_"):
+    for path in ("agent_function.py:answer", *(f"agent_function:{name}" for name in names), "only_asked.py"):
         agent = reused(path)
         assert agent.make_task(random.Random(0)) == {"n": random.Random(0).random()}
         assert agent.demonstrations == "shown"

@@ -195,8 +195,10 @@ def test_a_resumed_run_has_its_own_settings_under_flags_and_files(tmp_path: Path
     settings |= {"seed": 4, "num_iterations": 9, "local": LocalTrainerSettings(lr=1.0, epochs=3)}
     assert parse_train_config([*run, f"--config={file}", "--seed=4", "--local.epochs", "3"]) == train_config(**settings)
     with contextlib.chdir(tmp_path):  # a module of the directory is its file
-        path = written(train_config(agent="mine:Mine"), tmp_path / "other")
-    assert json.loads(path.read_text())["agent"] == f"{agent}:Mine"
+        names = [
+            written(train_config(agent=name), tmp_path / f"{name} run").read_text() for name in ("mine:Mine", "mine.py")
+        ]
+    assert [json.loads(text)["agent"] for text in names] == [f"{agent}:Mine", str(agent)]
 
 
 def test_settings_of_a_resumed_environment_are_not_doubled(tmp_path: Path) -> None:

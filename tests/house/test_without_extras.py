@@ -92,3 +92,13 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     # 6 s on a quiet machine, nearly all of it Agent Lightning's import; the limit that users are promised is 15 s
     assert took < 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def test_train_py_without_packages_or_on_an_old_python_ends_with_a_sentence(tmp_path: Path) -> None:
+    without = python("train.py", without=("tyro",), directory=tmp_path)
+    old = python(
+        "-c", "import runpy, sys; sys.version_info = (3, 10, 4); runpy.run_path('train.py', run_name='__main__')"
+    )
+    for done, text in ((without, "has no tyro: in an environment"), (old, "Python 3.11 to 3.13, and this is 3.10")):
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert text in done.stderr
