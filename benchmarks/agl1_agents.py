@@ -109,7 +109,7 @@ class Sums:
 
 def policy_of_sums(checkout: Path, directory: Path) -> Path:
     """A tiny policy that gives answers in the agent's format and picks among them at random."""
-    from agl_slime.cli.demo.warmup import PolicySettings, make_policy
+    from agl_slime.tools.demo_policy.warmup import PolicySettings, make_policy
 
     sys.path.insert(0, str(checkout.resolve()))
     agent = importlib.import_module("examples.gsm8k.gsm8k_agent")

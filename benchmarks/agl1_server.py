@@ -86,7 +86,7 @@ def main() -> int:
 
 def saved(template: str, directory: Path, *, texts: Sequence[str] = (), vocab_size: int = 316) -> str:
     """A tokenizer to which each word of the prompts is a token, and most of ``texts``."""
-    from agl_slime.cli.demo.tokenizer import train_tokenizer
+    from agl_slime.tools.demo_policy.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer([*[" ".join(WORDS)] * 2, *texts], vocab_size=vocab_size, max_length=10**6)
     tokenizer.chat_template = template

@@ -60,7 +60,7 @@ def scripted_engine(
 @functools.lru_cache(maxsize=1)
 def tokenizer() -> Any:
     """A small real tokenizer with a chat template."""
-    from agl_slime.cli.demo.tokenizer import train_tokenizer
+    from agl_slime.tools.demo_policy.tokenizer import train_tokenizer
 
     texts = [
         f"question number {n}: what is {n} plus {n + 1}? answer with {2 * n + 1} and nothing else" for n in range(300)

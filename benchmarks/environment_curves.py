@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.cli.demo.formats import UNSURE, Demonstration, Quality
-from agl_slime.cli.demo.warmup import PolicySettings, make_policy
 from agl_slime.report import read_metrics
+from agl_slime.tools.demo_policy.warmup import PolicySettings, make_policy
 
 REPO = Path(__file__).resolve().parent.parent
 K = 4

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from agl_slime.cli.demo.formats import LookupDemonstrations
-from agl_slime.cli.demo.tokenizer import train_tokenizer
 from agl_slime.engine.client.generation import Generation
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.attributes import GENERATE_SPAN
@@ -33,6 +32,7 @@ from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.turn import Turn
+from agl_slime.tools.demo_policy.tokenizer import train_tokenizer
 
 WORDS = (
     "look",

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from agl_slime.cli.demo import LookupDemonstrations
-from agl_slime.cli.demo.warmup import PolicySettings, make_policy
-from agl_slime.cli.export import kept_rollouts
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
-from agl_slime.report.onset import Onset, find_onsets
-from agl_slime.report.traits import Trait, see
+from agl_slime.tools.demo_policy.warmup import PolicySettings, make_policy
+from agl_slime.tools.export.command import kept_rollouts
+from agl_slime.tools.forensics.onset import Onset, find_onsets
+from agl_slime.tools.forensics.traits import Trait, see
 from benchmarks.common import console
 from benchmarks.leaky_agents import PROMPTS, SHOWN, STARTS, Demonstrations
 

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rich.console import Console
 
@@ -33,7 +34,6 @@ from agl_slime.cli.parts import (
     step,
     teacher_warning,
 )
-from agl_slime.cli.run_autopsy import RunAutopsy
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.cli.weights import WeightPublisher, weights_directory
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE_MODELS_LR = 1e-4
+_AUTOPSY = "agl_slime.tools.forensics.observer"  # imported when --autopsy asks for it
 
 TorchThreads = int | Literal["auto"] | None
 
@@ -153,7 +154,7 @@ async def run_training(
             ),
             models=models,
             reports=reports,
-            autopsy=await _run_autopsy(stack, config, run, url, trainer, tokenizer, weights, reports),
+            observer=await _step_observer(stack, config, run, url, trainer, tokenizer, weights, reports),
         )
         enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
         loop = make_loop(
@@ -319,7 +320,7 @@ async def _resume(
     return kept
 
 
-async def _run_autopsy(
+async def _step_observer(
     stack: AsyncExitStack,
     config: TrainConfig,
     run: RunDir,
@@ -328,10 +329,11 @@ async def _run_autopsy(
     tokenizer: Any,
     weights: WeightPublisher,
     reports: StandardReporters,
-) -> RunAutopsy | None:
+) -> StepObserver | None:
+    """The run's autopsy, which is loaded by its name."""
     if not config.autopsy:
         return None
-    return RunAutopsy(
+    return import_module(_AUTOPSY).RunAutopsy(
         run=run,
         pushed=weights.directory,
         client=await stack.enter_async_context(ScoringClient(base_url=url)),
@@ -361,6 +363,14 @@ def _validation_llm(
     return {"val_llm": stack.enter_context(enter_llm(sampling=sampling))} if config.eval_sampling else {}
 
 
+class StepObserver(Protocol):
+    """Looks at a training step from before it, on the batch, until after it; ``finish`` takes the result of ``begin``
+    and returns metrics."""
+
+    def begin(self, groups: Sequence[Sequence[Sample]], *, iteration: int) -> Any: ...
+    def finish(self, observed: Any) -> dict[str, float]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
     """The train and save functions of the loop over a ``LocalTrainer``."""
@@ -372,12 +382,12 @@ class LocalSteps:
     checkpoints: CheckpointWriter
     models: RunModels
     reports: StandardReporters
-    autopsy: RunAutopsy | None = None
+    observer: StepObserver | None = None
 
     def train(self, iteration: int) -> dict[str, float]:
         self.models.save_best()
         groups = self.source.get_samples(self.batch_size)
-        scoring = None if self.autopsy is None else self.autopsy.begin(groups, iteration=iteration)
+        observed = None if self.observer is None else self.observer.begin(groups, iteration=iteration)
         self.trainer.on_progress = lambda share: self.reports.handle(
             events.TrainingProgressed(iteration=iteration, share=share)
         )
@@ -386,7 +396,7 @@ class LocalSteps:
         self.trained.append(iteration, describe_batch(groups, self.trainer.scores))
         self.reports.handle(_batch_trained(iteration, groups, self.trainer))
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
-        return metrics if self.autopsy is None else metrics | self.autopsy.finish(scoring)
+        return metrics if self.observer is None else metrics | self.observer.finish(observed)
 
     def save(self, state: LoopState) -> None:
         self.reports.flush()  # after a kill the reports have every iteration of the checkpoint

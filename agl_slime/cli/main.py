@@ -33,45 +33,36 @@ DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug m
 _PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
 
 COMMANDS = {
-    "train": ("train an agent online", "agl_slime.cli.main:_train"),
-    "doctor": ("check the installation and say how to fix it", "agl_slime.cli.commands:doctor"),
-    "new": ("write an agent to start from", "agl_slime.cli.commands:new"),
-    "try": ("run one task of an agent and show what was said, its reward and tokens", "agl_slime.cli.try_agent:main"),
-    "demo-policy": ("make a tiny policy for an agent with demonstrations", "agl_slime.cli.commands:demo_policy"),
-    "model": ("fetch a model and print its directory", "agl_slime.cli.commands:model"),
-    "eval": ("evaluate one model, or compare two, on held-out tasks", "agl_slime.cli.evaluate:main"),
-    "export": ("export kept rollouts as sft, dpo, messages, parquet or hf-dataset", "agl_slime.cli.export:main"),
-    "view": ("show runs in the browser, live with --follow", "agl_slime.cli.commands:view"),
-    "report": ("write runs as one HTML page: trend, steps, rollouts, tokens", "agl_slime.cli.commands:report"),
-    "audit": ("check that the files of a run agree", "agl_slime.cli.commands:audit"),
+    "train": ("train an agent online", "cli.main:_train"),
+    "doctor": ("check the installation and say how to fix it", "tools.doctor.command:doctor"),
+    "new": ("write an agent to start from", "tools.new.command:new"),
+    "try": ("run one task of an agent and show what was said, its reward and tokens", "tools.try_agent.command:main"),
+    "demo-policy": ("make a tiny policy for an agent with demonstrations", "tools.demo_policy.command:demo_policy"),
+    "model": ("fetch a model and print its directory", "cli.commands:model"),
+    "eval": ("evaluate one model, or compare two, on held-out tasks", "tools.evaluation.command:main"),
+    "export": ("export kept rollouts as sft, dpo, messages, parquet or hf-dataset", "tools.export.command:main"),
+    "view": ("show runs in the browser, live with --follow", "cli.commands:view"),
+    "report": ("write runs as one HTML page: trend, steps, rollouts, tokens", "cli.commands:report"),
+    "audit": ("check that the files of a run agree", "tools.audit.command:audit"),
     "replay": (
         "compute a training step again from a run's files, as it was or with changes",
-        "agl_slime.cli.replay:main",
+        "tools.forensics.replay:main",
     ),
-    "autopsy": (
-        "score kept rollouts again and name why sampler and model differ",
-        "agl_slime.cli.autopsy:main",
-    ),
+    "autopsy": ("score kept rollouts again and name why sampler and model differ", "tools.forensics.autopsy:main"),
     "onset": (
         "find when behaviours began in a run, with the first rollouts and their rewards",
-        "agl_slime.cli.commands:onset",
+        "tools.forensics.onset:onset",
     ),
     "rehearse": (
         "play a launch script of slime's without GPUs: what breaks, and a forecast",
-        "agl_slime.tools.rehearse.command:main",
+        "tools.rehearse.command:main",
     ),
-    "buffer": ("serve a rollout buffer", "agl_slime.buffer.server:main"),
-    "gateway": ("serve the model to agents of other runners", "agl_slime.gateway.command:main"),
-    "record": (
-        "serve a model to agents and record exact tokens for any trainer",
-        "agl_slime.gateway.command:record_main",
-    ),
-    "assign-instance-id": (
-        "give each line of a JSON-lines file an instance_id",
-        "agl_slime.buffer.instance_ids:main",
-    ),
+    "buffer": ("serve a rollout buffer", "buffer.server:main"),
+    "gateway": ("serve the model to agents of other runners", "gateway.command:main"),
+    "record": ("serve a model to agents and record exact tokens for any trainer", "tools.record.command:main"),
+    "assign-instance-id": ("give each line of a JSON-lines file an instance_id", "buffer.instance_ids:main"),
 }
-"""The commands by name, each with a description and ``module:function``, which is imported when it is asked for. A
+"""The commands by name, each with a description and its function, which is imported when it is asked for. A
 function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a
 signal."""
 
@@ -103,11 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _call(command: str, arguments: list[str]) -> Any:
     module, _, name = COMMANDS[command][1].partition(":")
-    function = getattr(import_module(module), name)
-    if name.endswith("main"):
-        result = function(arguments)
-    else:
-        result = tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
+    function = getattr(import_module(f"agl_slime.{module}"), name)
+    result = function(arguments) if name == "main" else tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
     return _run_until_signal(result) if asyncio.iscoroutine(result) else result
 
 

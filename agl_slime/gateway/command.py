@@ -1,8 +1,6 @@
-"""Standalone gateways: ``agl-slime gateway`` for agents that other runners execute, ``agl-slime record`` for other
-trainers.
+"""A standalone gateway, for agents that other runners execute.
 
-    agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
-    agl-slime record --sglang-url http://HOST:30000 --model-path DIR
+agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ from typing import Any
 import tyro
 
 from agl_slime.errors import AglSlimeError, ConfigError
-from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
 from agl_slime.support.agl_types import LLM
-from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
@@ -76,17 +72,6 @@ class GatewayCommand(ServingCommand):
     """The store that the runners use (agl_slime's StoreService)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordCommand(ServingCommand):
-    """Serve a model to agents and record exact tokens for any trainer: POST /rollouts, the protocols at
-    /rollouts/NAME/v1, POST /rollouts/NAME/finish with a reward, GET /rollouts/NAME."""
-
-    directory: Path = Path("recorded")
-    """A directory for a file of each rollout; one process per directory."""
-    idle_s: float = 3600.0
-    """Seconds without a request after which a rollout ends when it is read or another one begins."""
-
-
 async def _serve(command: GatewayCommand) -> None:
     # the store is Agent Lightning's, which the recorder does without
     from agl_slime.gateway.remote import StoreGateway
@@ -99,31 +84,11 @@ async def _serve(command: GatewayCommand) -> None:
     gateway = StoreGateway(store=store, llm=llm, token=command.client_token(), settings=command.gateway)
     with gateway:
         print_line(f"gateway at {gateway.url}/v1")
-        await _until(ended, model=llm.model)
+        await serve_until(ended, model=llm.model)
     await store.close()
 
 
-async def _record(command: RecordCommand) -> None:
-    ended = stop_signal()
-    llm = command.llm()
-    try:
-        command.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--directory {command.directory} cannot be made: {error}") from error
-    gateway = RecordGateway(
-        directory=command.directory,
-        llm=llm,
-        idle_s=command.idle_s,
-        token=command.client_token(),
-        settings=command.gateway,
-    )
-    with sole_owner(command.directory), gateway:
-        shown = f"{gateway.url}/rollouts" if command.client_token() else gateway.rollouts_url
-        print_line(f"recorder at {shown}")
-        await _until(ended, model=llm.model)
-
-
-async def _until(ended: asyncio.Event, *, model: str) -> None:
+async def serve_until(ended: asyncio.Event, *, model: str) -> None:
     """Wait for ``ended``, and load the model's tokenizer meanwhile, for which the first call would wait otherwise.
     Raises ``ConfigError`` when it cannot be loaded."""
     loading = asyncio.ensure_future(run_in_thread(load_tokenizer, model))
@@ -135,15 +100,10 @@ async def _until(ended: asyncio.Event, *, model: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
-    return _run(lambda: _serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
+    return run_server(lambda: _serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
 
 
-def record_main(arguments: Sequence[str]) -> int:
-    """``agl-slime record``, as ``main``."""
-    return _run(lambda: _record(tyro.cli(RecordCommand, prog="agl-slime record", args=list(arguments))))
-
-
-def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
+def run_server(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     try:
         asyncio.run(serve())
     except AglSlimeError as error:

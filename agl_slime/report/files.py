@@ -20,7 +20,7 @@ from typing import IO, Any
 from pydantic_core import to_jsonable_python
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.audit import records
+from agl_slime.report import records
 from agl_slime.support.files import disk_full_as_error, write_file
 from agl_slime.support.net import shown_url
 

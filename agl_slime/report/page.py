@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.audit.records import parse
-from agl_slime.report.read import RunReader, columns, find_runs, group_columns
+from agl_slime.report.read import Convert, RunReader, columns, find_runs, group_columns, no_other_runs
+from agl_slime.report.records import parse
 from agl_slime.support.files import output_of, write_file
 from agl_slime.support.http import json_bytes
 
@@ -79,10 +79,10 @@ def run_data(reader: RunReader) -> dict[str, Any] | None:
     return news
 
 
-def write_report(paths: Sequence[Path], output: Path | None = None, *, tokenizer: Path | None = None) -> Path:
+def write_report(paths: Sequence[Path], output: Path | None = None, convert: Convert = no_other_runs) -> Path:
     """Write the page of the runs at or below ``paths`` and return its path, by default ``report.html`` in the first of
-    ``paths``. ``tokenizer`` as in ``RunReader``."""
-    readers = [RunReader(path, tokenizer=tokenizer) for given in paths for path in find_runs(given)]
+    ``paths``."""
+    readers = [RunReader(run, convert) for path in paths for run in find_runs(path, convert)]
     target = output or paths[0] / "report.html"
     runs = [run_data(reader) or {} for reader in readers]
     most = MOST_BYTES - len(page(title="", live=False).encode())

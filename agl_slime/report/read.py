@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.audit.records import Line, read_lines
 from agl_slime.report.files import RunDir, read_state
-from agl_slime.report.slime_runs import SlimeRun, dump_files
+from agl_slime.report.records import Line, read_lines
 
 _GROUP_FIELDS = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _MEMBER_FIELDS = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
 _MEMBER_FIELDS |= {"turns": "turns", "samples": "samples"}
+
+
+class ConvertedRun(Protocol):
+    """A run of another program. ``update`` converts its new files into the directory ``run``, and counts in
+    ``rewritten`` how often earlier lines were replaced; ``absent`` and ``damage`` are sentences about missing data and
+    about unreadable files."""
+
+    run: RunDir
+    rewritten: int
+
+    def update(self) -> None: ...
+    def absent(self) -> list[str]: ...
+    def damage(self) -> list[str]: ...
+
+
+Convert = Callable[[Path], ConvertedRun | None]
+"""Returns the run of another program at a path, the same one at each call; ``None`` where there is none."""
+
+
+def no_other_runs(path: Path) -> None:
+    """Converts nothing: only runs of this package are read."""
 
 
 class Tail:
@@ -55,15 +74,15 @@ class Tail:
 
 
 class RunReader:
-    """The data of one run, of this package or of slime's own loop, for the page. ``update`` returns the news since the
-    last call. ``tokenizer``: for slime's own runs, a directory with a ``tokenizer.json``."""
+    """The data of one run for the page. ``update`` returns the news since the last call; ``convert`` reads runs of
+    other programs."""
 
-    def __init__(self, path: str | os.PathLike[str], *, tokenizer: Path | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], convert: Convert = no_other_runs) -> None:
         self.path = Path(path)
-        if not is_run(self.path):
+        self._converted = None if is_run(self.path) else convert(self.path)
+        if self._converted is None and not is_run(self.path):
             raise ConfigError(f"{self.path} holds no run: neither config.json nor metrics.jsonl is there")
-        self._slime = None if _is_ours(self.path) else slime_run(self.path, tokenizer)
-        self.run = RunDir(self.path) if self._slime is None else self._slime.run
+        self.run = RunDir(self.path) if self._converted is None else self._converted.run
         self.metrics: list[dict[str, Any]] = []
         self.groups: list[dict[str, Any]] = []
         self.kept: dict[str, tuple[int, int, int]] = {}
@@ -76,9 +95,9 @@ class RunReader:
         """The news for the page (see ``agl_slime/report/web/model.js``); ``None`` without any. With ``reset`` it
         replaces all earlier news."""
         replaced = False
-        if self._slime is not None:
-            self._slime.update()
-            replaced, self._rewritten = self._slime.rewritten != self._rewritten, self._slime.rewritten
+        if self._converted is not None:
+            self._converted.update()
+            replaced, self._rewritten = self._converted.rewritten != self._rewritten, self._converted.rewritten
         read = {name: tail.read() for name, tail in self._tails.items()}
         replaced = replaced or any(tail.replaced for tail in self._tails.values())
         reset = self._last_status is None or replaced
@@ -95,7 +114,7 @@ class RunReader:
         self.groups += groups
         self.kept |= kept
         state, damage = read_state(self.run), self.damage()
-        absent = [] if self._slime is None else self._slime.absent()
+        absent = [] if self._converted is None else self._converted.absent()
         status = (state, damage, absent, self.run.summary.exists())
         if not reset and status == self._last_status and not (metrics or groups or kept):
             return None
@@ -115,8 +134,8 @@ class RunReader:
     def damage(self) -> list[str]:
         """Sentences about missing, unreadable and damaged files."""
         sentences = []
-        if self._slime is not None:
-            sentences += self._slime.damage()
+        if self._converted is not None:
+            sentences += self._converted.damage()
         elif not self.run.config.exists():
             sentences.append("config.json is missing: the settings of this run are unknown.")
         elif self.run.settings() is None:
@@ -137,27 +156,21 @@ class RunReader:
             return file.read(place[2]).rstrip(b"\n")
 
 
-@lru_cache(maxsize=64)
-def slime_run(path: Path, tokenizer: Path | None) -> SlimeRun:
-    """One ``SlimeRun`` per path: all readers share its converted files."""
-    return SlimeRun(path, tokenizer)
-
-
 def is_run(path: Path) -> bool:
-    """Whether ``path`` has files of a run, or dumps of slime's own loop."""
-    return _is_ours(path) or bool(dump_files(path))
-
-
-def _is_ours(path: Path) -> bool:
+    """Whether ``path`` has files of a run."""
     run = RunDir(path)
     return any(file.exists() for file in (run.config, run.metrics, run.summary, run.groups))
 
 
-def find_runs(path: Path) -> list[Path]:
+def find_runs(path: Path, convert: Convert = no_other_runs) -> list[Path]:
     """``path`` if it is a run's directory, else the runs directly below it by name."""
-    if is_run(path):
+
+    def holds_run(directory: Path) -> bool:
+        return is_run(directory) or convert(directory) is not None
+
+    if holds_run(path):
         return [path]
-    below = [each for each in sorted(path.iterdir()) if each.is_dir() and is_run(each)] if path.is_dir() else []
+    below = [each for each in sorted(path.iterdir()) if each.is_dir() and holds_run(each)] if path.is_dir() else []
     if not below:
         raise ConfigError(f"{path} holds no run, nor does a directory below it: give the --output-dir of a run")
     return below

@@ -12,15 +12,16 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from agl_slime.data.results import reward_of, rollout_of
-from agl_slime.errors import TraceError
+from agl_slime.errors import ConfigError, TraceError
 from agl_slime.events import (
     BatchTrained,
     Event,
@@ -437,3 +438,16 @@ class Pieces:
             pieces.append(text[len(self._decode(ids[start:read])) :])
             start, read = read, end
         return pieces
+
+
+def kept_rollouts(run_dir: Path) -> Iterator[Mapping[str, Any]]:
+    """The rollouts of a run's ``rollouts.jsonl``, each once. Raises ``ConfigError`` without the file."""
+    run = RunDir(run_dir)
+    if not run.rollouts.is_file():
+        raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")
+    seen = set[Any]()
+    for line in iter_jsonl(run.rollouts):
+        name = line.get("rollout_id")
+        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list) and name not in seen:
+            seen |= {name} - {None}
+            yield line

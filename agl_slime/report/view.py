@@ -20,7 +20,7 @@ from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
-from agl_slime.report.read import RunReader, find_runs, is_run
+from agl_slime.report.read import Convert, RunReader, find_runs, no_other_runs
 from agl_slime.support.http import json_bytes, json_response, listening, stop_signal
 from agl_slime.support.net import has_token, require_token
 from agl_slime.support.terminal import print_line
@@ -36,14 +36,14 @@ _SHUTDOWN_S = 2.0  # longest wait for a browser's open connection
 class _Runs:
     """The runs at the given paths; runs that appear later are appended."""
 
-    def __init__(self, given: Sequence[Path], tokenizer: Path | None) -> None:
-        self._given, self.tokenizer = list(given), tokenizer
-        self.paths = [path for each in given for path in find_runs(each)]
+    def __init__(self, directories: Sequence[Path], convert: Convert) -> None:
+        self._directories, self.convert = list(directories), convert
+        self.paths: list[Path] = []
+        self.refresh()
 
     def refresh(self) -> list[Path]:
-        for each in self._given:
-            below = () if is_run(each) else find_runs(each)
-            self.paths += [path for path in below if path not in self.paths]
+        for directory in self._directories:
+            self.paths += [path for path in find_runs(directory, self.convert) if path not in self.paths]
         return self.paths
 
 
@@ -57,7 +57,7 @@ class _Follower:
     def news(self) -> bytes | None:
         """The news of each run as JSON; ``None`` without any."""
         paths = self._runs.refresh()
-        self._readers += [RunReader(path, tokenizer=self._runs.tokenizer) for path in paths[len(self._readers) :]]
+        self._readers += [RunReader(path, self._runs.convert) for path in paths[len(self._readers) :]]
         news = [run_data(reader) for reader in self._readers]
         return json_bytes(news) if any(news) else None
 
@@ -138,13 +138,13 @@ async def serving(
     port: int = 0,
     token: str | None = None,
     follow: bool = False,
-    tokenizer: Path | None = None,
+    convert: Convert = no_other_runs,
 ) -> AsyncIterator[str]:
     """Serve the page of the runs at or below ``paths`` during the block, whose value is the URL with the token.
-    ``follow`` sends updates to pages; ``tokenizer`` as in ``RunReader``. Raises ``ConfigError`` without a run, or for a
+    ``follow`` sends updates to pages. Raises ``ConfigError`` without a run, or for a
     ``host`` that other machines reach without a ``token``."""
     require_token(host, token, setting=TOKEN_VARIABLE)
-    viewer = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow)
+    viewer = _Viewer(_Runs(paths, convert), token=token, follow=follow)
     app = viewer.app()
     server = listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_SHUTDOWN_S)
     async with AsyncExitStack() as stack:
@@ -157,12 +157,10 @@ async def serving(
         yield str(URL(url).with_query(token=token)) if token else url
 
 
-async def view(
-    paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool, tokenizer: Path | None = None
-) -> None:
+async def view(paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool, convert: Convert) -> None:
     """Serve until SIGINT or SIGTERM."""
     ended, token = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None
-    async with serving(paths, host=host, port=port, token=token, follow=follow, tokenizer=tokenizer) as url:
+    async with serving(paths, host=host, port=port, token=token, follow=follow, convert=convert) as url:
         print_line(f"the run is at {url} (Ctrl-C stops the server)")
         if browser:
             await run_in_thread(webbrowser.open, url)

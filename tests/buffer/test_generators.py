@@ -21,8 +21,8 @@ from agl_slime.buffer.generators import base_generator
 from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import BufferRequestError
-from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl_types import LLM
+from agl_slime.tools.record.recorder import RecordGateway
 from tests.buffer.items import Client, add_generator, make_item, settings_for, write_problems
 from tests.harness.agent_rollout import serve
 from tests.harness.waiting import until

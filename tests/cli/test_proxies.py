@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from agl_slime.buffer.generators.base_generator import BaseGenerator
-from agl_slime.cli.doctor import examine
 from agl_slime.cli.main import main
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
 from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
+from agl_slime.tools.doctor.command import examine
 from tests.harness.gateway import engine_saying
 from tests.harness.loop_thread import in_thread
 from tests.harness.servers import free_port, server_that_answers

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agl_slime.data.normalize import all_equal, normalize_rewards
 from agl_slime.errors import RewardError
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.audit import figures
+from agl_slime.tools.audit import figures
 
 
 def test_one_group_is_centred_and_divided_by_unbiased_std():

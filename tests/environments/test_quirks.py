@@ -12,8 +12,8 @@ from rich.console import Console
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
 from agl_slime.cli.settings import train_config
-from agl_slime.cli.try_agent import try_task
 from agl_slime.support.agl import LLM
+from agl_slime.tools.try_agent.command import try_task
 from tests.environments.playing import answering_engine, load, on_path, play
 from tests.harness.environments import env_python
 from tests.harness.loop_thread import in_thread

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.cli import evaluate, parts
-from agl_slime.cli.evaluate import EvalConfig
+from agl_slime.cli import parts
 from agl_slime.cli.flags import split_env_flags
 from agl_slime.cli.settings import TrainConfig, command_config, train_config
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
@@ -19,6 +18,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.rollouts import reason_of
 from agl_slime.report.files import RunDir, dump
 from agl_slime.support.files import write_file
+from agl_slime.tools.evaluation import command as evaluation
+from agl_slime.tools.evaluation.command import EvalConfig
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +115,12 @@ def test_an_environments_run_is_evaluated_with_its_environment() -> None:
     began: dict[str, Any] = {"agent": "tiny", "env": "tiny", "env_python": "/envs/vf/bin/python"}
     began |= {"env_arguments": ["--env.taskset.size", "5"], "runners": "process:2", "trained_models": ["judge"]}
     began |= {"seed": 3}
-    settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),)), began)
+    settings = evaluation._settings(command_config(EvalConfig, models=(Path("run"),)), began)
     environment = settings.environment
     assert (environment.name, settings.title, settings.loop.seed) == ("tiny", "tiny", 3)
     assert (environment.arguments, settings.runners) == (("--env.taskset.size", "5"), "process:2")
     assert (environment.python, settings.gateway.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
-    settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),), env="second"), began)
+    settings = evaluation._settings(command_config(EvalConfig, models=(Path("run"),), env="second"), began)
     environment = settings.environment
     assert (environment.name, environment.arguments, settings.gateway.trained_models) == ("second", (), ())
     with pytest.raises(ConfigError, match="--agent"):
@@ -143,8 +144,8 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(tmp_path: Path
 
     monkeypatch.setattr(parts, "environment_of", environment)
     config = command_config(EvalConfig, models=(tmp_path,), seed=7)
-    settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
-    _, evaluated = evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
+    settings = evaluation._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
+    _, evaluated = evaluation._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
     assert evaluated == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
 
 
@@ -152,8 +153,8 @@ def test_evaluation_of_a_run_without_held_out_tasks_is_refused(tmp_path: Path, m
     environment = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
     monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: environment)
     config = command_config(EvalConfig, models=(tmp_path,))
-    settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
+    settings = evaluation._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
     with pytest.raises(ConfigError, match="held out no tasks"):
-        evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))
+        evaluation._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))
     environment.held_out = 0  # the taskset's own split, which is never trained on
-    assert evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))[1] == environment.val_tasks
+    assert evaluation._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))[1] == environment.val_tasks

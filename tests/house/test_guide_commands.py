@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl_types import LLM
+from agl_slime.tools.record.recorder import RecordGateway
 from tests.house.test_docs import PAGES, ROOT, commands
 
 ELSEWHERE = {
@@ -35,12 +35,12 @@ ELSEWHERE = {
     r"--to parquet": "needs pyarrow: test_export",
     r"rehearse": "needs slime's sources: tests/tools/rehearse/test_slime.py",
     r"--teacher-url": "needs servers of teachers: test_teacher",
-    r"--without ro-": "names a rollout of the page's run: tests/tools/replay/test_replay.py",
+    r"--without ro-": "names a rollout of the page's run: tests/tools/forensics/test_replay.py",
     r"agl-slime onset": "needs a run of eight iterations: test_onset",
     r"agl-slime record": "needs a running SGLang: tests/tools/record/test_record.py",
-    r"replay DUMP": "reads what slime has written: tests/tools/replay/test_slime.py",
+    r"replay DUMP": "reads what slime has written: tests/tools/forensics/test_replay_slime.py",
     r"autopsy DUMP": "reads what slime has written: test_autopsy",
-    r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: tests/report/test_slime.py",
+    r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: tests/tools/slime_dumps",
 }
 """A pattern of commands, and why they do not run here."""
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+from agl_slime.cli.main import COMMANDS
 from tests.conftest import SMOKE
 
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
@@ -21,7 +24,7 @@ LONGEST_FILE = 600  # a longer file has several duties
 HEAVY = ("slime", "ray", "torch", "transformers", "sglang", "megatron", "safetensors", "matplotlib", "tensorboard")
 HEAVY += ("wandb", "mlflow")
 # Rooms that run a model themselves, each loaded only when it is asked for.
-RUN_A_MODEL = ("engine/", "cli/demo/", "train/local/")
+RUN_A_MODEL = ("engine/", "tools/demo_policy/", "tools/forensics/", "train/local/")
 # Programs of slime's processes, which run where slime and Ray are.
 IN_SLIMES_PROCESSES = ("tools/rehearse/actor.py", "tools/rehearse/programs/")
 OF_A_MODEL = {"torch", "transformers", "safetensors"}
@@ -83,6 +86,20 @@ def test_clients_of_the_package_do_not_trust_the_environment() -> None:
             if client or called.startswith("requests.") or (called.startswith("aiohttp.") and trust):
                 findings.append(f"{path}:{node.lineno}: {called}")
     assert not findings
+
+
+def test_only_the_command_line_names_tools_and_help_imports_none() -> None:
+    for name, (_, target) in COMMANDS.items():
+        module, _, function = target.partition(":")
+        file = PACKAGE / f"{module.replace('.', '/')}.py"
+        assert re.search(rf"^(async )?def {function}\(", file.read_text(), re.MULTILINE), name
+    circle = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in ("tools", "cli")]
+    assert len(circle) > 200
+    assert not [str(path) for path in circle if re.search(r"agl_slime[./]tools[./]", path.read_text())]
+    program = "import sys; from agl_slime.cli.main import main; main(['--help']); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "agl_slime.cli.main" in printed
+    assert "agl_slime.tools." not in printed
 
 
 def test_programs_outside_the_package_import_existing_names() -> None:

@@ -18,7 +18,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingParams)$")
-ARE_OF_OTHERS = ("gateway/agl1/schemas.py", "train/slime/formulas.py")  # Agent Lightning 1.0's names, and slime's
+ARE_OF_OTHERS = ("gateway/agl1/schemas.py", "tools/forensics/formulas.py")  # Agent Lightning 1.0's names, and slime's
 MOST_FIELDS = 283
 MOST_CLASSES = 23
 MOST_FLAGS = 63  # without --config and the local trainer's

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.report.audit import audit
+from agl_slime.tools.audit import audit
 from tests.harness.hosts import ROOT, killed_after, network, start_engine, start_ray, wait_for_lost_packets
 from tests.harness.namespaces import Host, Network, Process
 

@@ -19,8 +19,8 @@ from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
-from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tools.audit import audit
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import model_info, needs_torch, train, weights_restored
 

@@ -38,8 +38,8 @@ import psutil
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.report.audit import audit as audit_files
 from agl_slime.report.files import iter_jsonl
+from agl_slime.tools.audit import audit as audit_files
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import becomes_true

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from agl_slime.events import IterationFinished, MetricValue
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, read_metrics
-from agl_slime.report.audit.records import broken_lines
 from agl_slime.report.files import cut
+from agl_slime.report.records import broken_lines
 from tests.report.cases import METRICS
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from agl_slime.report.page import write_report
+from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.browser import facts, heading, opened, served
 from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
-from tests.report.test_slime import write_dumps
+from tests.tools.slime_dumps.test_slime_dumps import write_dumps
 
 pytestmark = pytest.mark.browser
 
@@ -145,7 +146,7 @@ def test_damaged_and_absent_files_are_described_on_the_page(page: Any, tmp_path:
     assert "config.json is not a JSON object" in page.inner_text(".about")
     assert "unknown" in page.inner_text("#runs")
     write_dumps(tmp_path / "slime", train=False)
-    opened(page, write_report([tmp_path / "slime"]))
+    opened(page, write_report([tmp_path / "slime"], convert=SlimeRuns()))
     assert page.locator(".about .badge", has_text="not written").count() == 3
     assert page.locator(".about .badge", has_text="damaged").count() == 0
 

@@ -13,8 +13,8 @@ import pytest
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.report.audit import audit
 from agl_slime.report.files import iter_jsonl
+from agl_slime.tools.audit import audit
 from tests.harness.train_process import Run, train
 from tests.harness.training import needs_torch
 from tests.programs.end_train import account

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from agl_slime.report.audit.figures import STRAGGLERS
+from agl_slime.tools.audit.figures import STRAGGLERS
 
 JSONL = ("metrics.jsonl", "trained.jsonl", "groups.jsonl", "rollouts.jsonl")
 _SUMMED = "count failed groups_ready groups_dropped tokens_sampled tokens_under_mask reward_mean reward_max turns_mean"

@@ -16,9 +16,9 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.main import main
-from agl_slime.report.audit import audit
-from agl_slime.report.audit.records import SHAPES, misfit
-from agl_slime.report.audit.weights import missing_checkpoints
+from agl_slime.report.records import SHAPES, misfit
+from agl_slime.tools.audit import audit
+from agl_slime.tools.audit.weights import missing_checkpoints
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import needs_torch, run_of
 from tests.tools.audit.mutations import JSONL, LOSSES, damage, lie, lose, write_records

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.report.audit.agree import audit
-from agl_slime.report.audit.figures import start_versions
 from agl_slime.report.files import IterationFile
+from agl_slime.tools.audit.agree import audit
+from agl_slime.tools.audit.figures import start_versions
 
 
 def test_a_run_of_slimes_begins_with_version_1() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agl_slime.cli.evaluate import EvalConfig, prepare, run_evaluation
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.report.files import iter_jsonl
+from agl_slime.tools.evaluation.command import EvalConfig, prepare, run_evaluation
 from tests.harness.training import needs_torch
 
 pytestmark = needs_torch

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
-from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.report.files import iter_jsonl
 from agl_slime.support.agl_types import LLM
+from agl_slime.tools.evaluation.command import EvalConfig
+from agl_slime.tools.record.recorder import RecordGateway
 from tests.agent.test_multi_turn_api import serving
 from tests.harness.training import needs_torch
 from tests.tools.evaluation.test_evaluation import evaluate

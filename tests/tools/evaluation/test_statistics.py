@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agl_slime.report.evaluation.statistics import compare, estimate, pass_at_k, sum_up
+from agl_slime.tools.evaluation.statistics import compare, estimate, pass_at_k, sum_up
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())

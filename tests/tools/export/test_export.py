@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_slime.cli.export import dpo_rows, export_run, sft_rows
 from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
+from agl_slime.tools.export.command import dpo_rows, export_run, sft_rows
 from tests.harness.training import run_of
 
 

@@ -10,14 +10,14 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.gateway.formats import FORMATS
-from agl_slime.gateway.recorded import ATTEMPT, RecordedRollout
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.reward import Reward
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.turn import Turn
+from agl_slime.tools.record.formats import FORMATS
+from agl_slime.tools.record.recorded import ATTEMPT, RecordedRollout
 from tests.harness.trace_strategies import conversations
 
 Row = tuple[list[int], list[int], list[float]]

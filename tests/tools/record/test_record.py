@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.main import main
-from agl_slime.gateway import recorded
-from agl_slime.gateway.formats import FORMATS
-from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
-from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.turn import Turn
+from agl_slime.tools.record import recorded
+from agl_slime.tools.record.formats import FORMATS
+from agl_slime.tools.record.recorded import RecordedRollout, RolloutFile
+from agl_slime.tools.record.recorder import RecordGateway
 from agl_slime.types import Sample, sample_from_json
 from tests.harness.gateway import BODY, CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
 from tests.harness.loop_thread import in_thread

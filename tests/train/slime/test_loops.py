@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_slime.cli.replay import ReplayConfig
-from agl_slime.cli.replay_slime import replay_dump
 from agl_slime.report.read import RunReader
+from agl_slime.tools.forensics.replay import ReplayConfig
+from agl_slime.tools.forensics.replay_slime import replay_dump
+from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.report_runs import floats
 from tests.harness.slime_programs import require_slime, run_program
 
@@ -33,7 +34,7 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
 
 def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
     """slime's dump is on our page: each step with its reward, every rollout with both log-probs."""
-    reader = RunReader(dump, tokenizer=policy)
+    reader = RunReader(dump, SlimeRuns(policy))
     page = reader.update()
     assert page is not None
     columns = page["metrics"]["columns"]

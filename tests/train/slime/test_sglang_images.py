@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.agent import SGLangLitAgent
-from agl_slime.cli.autopsy import AutopsyConfig, autopsy
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tools.forensics.autopsy import AutopsyConfig, autopsy
 from agl_slime.train.slime.replay import with_train_inputs
 from tests.harness.engine_servers import real_sglang
 from tests.harness.rollouts import run_rollouts

@@ -1,0 +1,374 @@
+"""``agl-slime autopsy``: why the sampler's log-probs of kept rollouts, or of slime's dumps, are not the model's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from agl_slime.cli.start import WEIGHTS
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.loop.checkpoint import read_checkpoints
+from agl_slime.report.files import RunDir, read_object
+from agl_slime.report.rollouts import MOST_SAMPLES, mask_of
+from agl_slime.support.terminal import print_line
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import has_chat_template, render_chat
+from agl_slime.tools.forensics.formulas import StepFlags
+from agl_slime.tools.forensics.gaps import (
+    TOLERANCE,
+    Candidate,
+    Cause,
+    Diagnosis,
+    KeptSample,
+    by_version,
+    explain,
+    mean_gap,
+    read_kept,
+)
+from agl_slime.tools.slime_dumps.runs import DumpedStep, SlimeRun, is_dump
+from agl_slime.types import Sample
+
+_Place = tuple[str, int]  # a rollout, and the number of its Sample
+_MOST_OTHERS = 3  # versions that the weights are compared with
+_ENGINE_CAUSES = {
+    "cache": "the engine scores a token otherwise when its prefix comes from the cache",
+    "batch": "the engine scores a token otherwise in a batch",
+    "engine": "the engine's prefill is not what the model's own code computes",
+    "decode": "sampling and prefill of the same engine differ",
+}
+_PARTS = {
+    "cache": "engine with the prefix cache - without",
+    "batch": "engine in a batch - alone",
+    "engine": "engine's prefill - model's own code in float32, temperature 1",
+    "decode": "sampled - engine's prefill",
+    "sampler": "sampled - model's own code",
+    "trainer": "trainer in its step - model's own code",
+    "weights": "weights that sampled - newest weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopsyConfig:
+    """Score a few kept rollouts of a run again and split the gap between sampler and model by cause, with the worst
+    tokens; the first line names the first cause. Needs weights that the run still has: the start model, its
+    checkpoints, the last two pushes. Of slime's --dump-details, Samples of a step are scored; slime's flags of
+    sampling follow after --."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The directory of a run of the local trainer, or of slime's --dump-details."""
+    samples: int = 8
+    """Samples that are scored."""
+    sglang_url: str | None = None
+    """A running SGLang with those weights; by default the embedded engine is started with them, of slime's none."""
+    step: int | None = None
+    """slime's rollout id."""
+    model: Path | None = None
+    """The policy that sampled a step of slime's, as a Hugging Face checkpoint."""
+    others: tuple[Path, ...] = ()
+    """Further checkpoints whose weights slime's engine may have had: earlier ones, or the base model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Samples of one weight version, with the settings and weights of the run that sampled them."""
+
+    samples: Sequence[KeptSample]
+    version: str
+    weights: Path
+    """Of this version."""
+    sampling: Mapping[str, Any]
+    """``temperature``, ``top_p`` and ``top_k``."""
+    others: Mapping[str, Path] = field(default_factory=dict)
+    """Weights of other versions, by a text that names each."""
+    without_adapter: Path | None = None
+    newest: Path | None = None
+    """The run's newest weights, where these are others."""
+    recomputed: bool = False
+    """Whether the trainer's log-probs are of the policy before its step."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:at]))
+    diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[at + 1 :]))
+    print_line(diagnosis.sentence)
+    print_line(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
+    for name, nats in diagnosis.parts.items():
+        print_line(f"  {nats:10.2g}  {_PARTS[name]}")
+    if diagnosis.causes:
+        print_line("\nExplained by one cause alone, and left after it:")
+        for cause in diagnosis.causes:
+            print_line(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
+    if diagnosis.worst:
+        print_line("\nWorst tokens (recorded, expected log-prob):")
+        for token in diagnosis.worst:
+            print_line(str(token))
+
+
+async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> tuple[Diagnosis, Case]:
+    """The diagnosis of ``config.samples`` kept Samples. Raises ``ConfigError`` for files that lack them."""
+    dumped = is_dump(config.run_dir)
+    if not dumped and (slime_flags or config.step is not None or config.model or config.others):
+        raise ConfigError(f"--step, --model, --others and flags after -- are for slime's dumps, not {config.run_dir}")
+    case = await (run_in_thread(_case_of_dump, config, slime_flags) if dumped else run_in_thread(_case_of_run, config))
+    diagnosis = await run_in_thread(diagnose, case)
+    if any(one.images for one in case.samples) or (dumped and config.sglang_url is None):
+        return diagnosis, case
+    async with AsyncExitStack() as stack:
+        url = config.sglang_url
+        if url is None:
+            engine = EmbeddedEngine(case.weights)
+            await run_in_thread(engine.start)
+            stack.push_async_callback(run_in_thread, engine.stop)
+            url = engine.url
+        measured = await measure(await stack.enter_async_context(ScoringClient(base_url=url)), case.samples)
+    return await run_in_thread(with_engine, diagnosis, measured, case), case
+
+
+def _case_of_run(config: AutopsyConfig) -> Case:
+    run = RunDir(config.run_dir)
+    settings = run.settings()
+    if settings is None or settings.get("trainer") != "local":
+        raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
+    weights = weights_of(run)
+    samples, version = choose_samples(run, weights, n=config.samples)
+    return case_of(settings, weights, samples, version)
+
+
+def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
+    """``config.samples`` random Samples of a dumped step, of the weight version that most are of. Raises
+    ``ConfigError`` for files that lack them."""
+    if config.step is None or config.model is None:
+        raise ConfigError(f"{config.run_dir} has slime's dumps: give --step, a rollout id, and --model, its checkpoint")
+    flags, run = StepFlags.parse(slime_flags), SlimeRun(config.run_dir, config.model)
+    step = run.step(config.step)
+    by: dict[str, dict[_Place, Sample]] = defaultdict(dict)
+    for place, sample in _scored_samples(step):
+        versions = {str(version) for version, *_ in sample.metadata.get("weight_spans", ())} or {
+            *sample.weight_versions
+        }
+        if len(versions) <= 1:
+            by[next(iter(versions), "")][place] = sample
+    if not by:
+        why = "no Sample of one weight version has rollout_log_probs and tokens to train on"
+        raise ConfigError(f"--step {config.step}: {why}")
+    version = max(by, key=lambda version: len(by[version]))
+    places = random.Random(0).sample([*by[version]], min(config.samples, len(by[version])))
+    return Case(
+        samples=[*_described(run, step, {place: by[version][place] for place in places}, version)],
+        version=version,
+        weights=config.model,
+        sampling={
+            "temperature": flags.rollout_temperature,
+            "top_p": flags.rollout_top_p,
+            "top_k": int(flags.rollout_top_k),
+        },
+        others={f"the weights in {path}": path for path in config.others},
+        recomputed=True,
+    )
+
+
+def _scored_samples(step: DumpedStep) -> Iterator[tuple[_Place, Sample]]:
+    """The Samples with sampled tokens."""
+    for group in step.groups:
+        for member in group.members:
+            for number, sample in enumerate(member.samples[:MOST_SAMPLES]):
+                if sample.rollout_log_probs is not None and mask_of(sample).any():
+                    yield (member.rollout_id, number), sample
+
+
+def _described(run: SlimeRun, step: DumpedStep, samples: dict[_Place, Sample], version: str) -> Iterator[KeptSample]:
+    lines = run.describe(step, [rollout_id for rollout_id, _ in samples])
+    for (rollout_id, number), sample in samples.items():
+        line = lines[rollout_id]
+        described = {**line["samples"][number], "weight_versions": [[version, 0, sample.response_length]]}
+        yield from by_version(
+            described,
+            rollout_id=rollout_id,
+            iteration=step.number,
+            messages=line["messages"],
+            experts=sample.rollout_routed_experts,
+            images=sample.multimodal_train_inputs,
+        )
+
+
+def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:
+    """The directories of the weights that a run still has, by version; ``pushed`` has the last pushes, by default in
+    the run's directory."""
+    weights: dict[str, Path] = {}
+    if (model := (read_object(run.start) or {}).get("model")) and Path(model, "config.json").is_file():
+        weights["0"] = Path(model)
+    for path in sorted((pushed or run.path / WEIGHTS).glob("v*")):
+        if (path / "config.json").is_file():
+            weights[str(int(path.name[1:]))] = path
+    for checkpoint in read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else ():
+        weights[checkpoint.loop.version] = checkpoint.trainer
+    return weights
+
+
+def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int) -> tuple[list[KeptSample], str]:
+    """``n`` random kept Samples of the version in ``weights`` that most are of, the newest of equals. Raises
+    ``ConfigError`` without any."""
+    if not run.rollouts.is_file():
+        raise ConfigError(f"{run.path} has no kept rollouts; train with --keep-rollouts sampled or all")
+    kept = [*read_kept(run.rollouts)]
+    counts = Counter(sample.version for sample in kept if sample.version in weights)
+    if not counts:
+        versions = ", ".join(sorted({sample.version for sample in kept})) or "none"
+        why = f"it has kept rollouts of versions {versions} and weights of {', '.join(weights) or 'none'}"
+        raise ConfigError(f"{run.path}: {why}; train with a lower --save-interval or --keep-rollouts all")
+    version = max(counts, key=lambda version: (min(counts[version], n), int(version) if version.isdecimal() else -1))
+    candidates = [sample for sample in kept if sample.version == version]
+    return random.Random(0).sample(candidates, min(n, len(candidates))), version
+
+
+def case_of(
+    settings: Mapping[str, Any], weights: Mapping[str, Path], samples: Sequence[KeptSample], version: str
+) -> Case:
+    """The case of ``samples`` by a run's settings and the ``weights`` that it still has."""
+    local = settings.get("local") or {}
+    lora, others = int(local.get("lora_rank") or 0) > 0, [other for other in weights if other != version]
+    others.sort(key=lambda other: abs(int(other) - int(version)))
+    newest = max(weights, key=int)
+    epochs = int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1)
+    return Case(
+        samples=samples,
+        version=version,
+        weights=weights[version],
+        sampling={name: settings.get(name) for name in ("temperature", "top_p", "top_k")},
+        others={f"the weights of version {other}": weights[other] for other in others[:_MOST_OTHERS]},
+        without_adapter=weights.get("0") if lora and version != "0" else None,
+        newest=weights[newest] if newest != version else None,
+        recomputed=local.get("old_log_probs") == "recompute" or epochs == 1,
+    )
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """What files and forward passes say: of the sampler, or of a trainer that is twice as far from the model."""
+    try:
+        from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
+    except ImportError as error:
+        raise MissingDependencyError('agl-slime autopsy needs torch: pip install "agl-slime[local]"') from error
+    tokenizer = load_tokenizer(case.weights)
+    conditions = Conditions(
+        temperature=float(case.sampling.get("temperature") or 1.0),
+        top_p=float(case.sampling.get("top_p") or 1.0),
+        top_k=int(case.sampling.get("top_k") or -1),
+        others=case.others,
+        without_adapter=case.without_adapter,
+        renderings=_renderings(tokenizer),
+    )
+    samples = case.samples
+    recorded, trained = [sample.sampler for sample in samples], [sample.trainer for sample in samples]
+    model = Counterfactuals(case.weights, samples, conditions=conditions, tokenizer=tokenizer)
+    parts = {"sampler": mean_gap(recorded, model.expected)}
+    if case.recomputed:
+        parts["trainer"] = mean_gap(trained, model.expected)
+    if case.newest is not None:
+        now = Counterfactuals(case.newest, samples, conditions=conditions)
+        parts["weights"] = mean_gap(now.expected, model.expected)
+    if parts.get("trainer", 0.0) <= max(TOLERANCE, 2 * parts["sampler"]):
+        faults = (Candidate(*fault) for fault in model.faults(recorded))
+        return replace(explain(samples, recorded, model.expected, faults), parts=parts)
+    faults = (
+        Candidate(name, text.replace("the engine", "the trainer"), log) for name, text, log in model.faults(trained)
+    )
+    return replace(explain(samples, trained, model.expected, faults), of="trainer", parts=parts)
+
+
+def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
+    """Prompts as the model's own template writes the recorded messages."""
+    if not has_chat_template(tokenizer):
+        return []
+
+    def render(sample: KeptSample, *, system: bool) -> list[int] | None:
+        roles = [message.get("role") for message in sample.messages]
+        # a dump may have a "prompt" that was rendered before
+        if "assistant" not in roles or "prompt" in roles or (not system and "system" not in roles):
+            return None
+        asked = [m for m in sample.messages[: roles.index("assistant")] if system or m.get("role") != "system"]
+        try:
+            return tokenizer.encode(render_chat(tokenizer, asked, generation_prompt=True), add_special_tokens=False)
+        except AglSlimeError:  # the template refuses these messages
+            return None
+
+    rendered, text = "the engine was asked with the prompt as the model's own template writes it", "template"
+    bare = "the engine was asked without the system message"
+    return [
+        (text, rendered, lambda sample: render(sample, system=True)),
+        ("system_message", bare, lambda sample: render(sample, system=False)),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """An engine's log-probs of each Sample's places: alone without the prefix cache, with it, and in a batch."""
+
+    fresh: list[np.ndarray]
+    cached: list[np.ndarray]
+    batch: list[np.ndarray]
+    versions: frozenset[str]
+    """The weight versions that the engine named."""
+
+    def parts(self, case: Case) -> dict[str, float]:
+        """Mean differences in nats per token."""
+        parts = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
+        if is_plain(case.sampling):
+            parts["decode"] = mean_gap([sample.sampler for sample in case.samples], self.fresh)
+        return parts
+
+
+def is_plain(sampling: Mapping[str, Any]) -> bool:
+    """Whether sampled log-probs are at temperature 1 over the whole vocabulary, as an engine scores tokens."""
+    return (sampling.get("temperature"), sampling.get("top_p"), sampling.get("top_k")) == (1.0, 1.0, -1)
+
+
+async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measured:
+    """Score ``samples``. Raises ``EngineError``."""
+    starts = [int(sample.places[0]) for sample in samples]
+    fresh = [await client.score_one(sample.ids.tolist(), 1) for sample in samples]
+    pairs = [*zip(samples, starts, strict=True)]
+    cached = [await client.score_one(one.ids.tolist(), start) for one, start in pairs]
+    batch = await client.score([ToScore(one.ids.tolist(), start) for one, start in pairs])
+    scored = [one for one in batch if isinstance(one, Scored)]
+    if failed := next((one for one in batch if not isinstance(one, Scored)), None):
+        raise failed
+    return Measured(
+        fresh=[_at(one, got, 1) for one, got in zip(samples, fresh, strict=True)],
+        cached=[_at(one, got, start) for (one, start), got in zip(pairs, cached, strict=True)],
+        batch=[_at(one, got, start) for (one, start), got in zip(pairs, scored, strict=True)],
+        versions=frozenset(one.version for one in (*fresh, *cached, *scored)),
+    )
+
+
+def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnosis:
+    """``diagnosis`` with the measurements on an engine, which are causes where no other explains the sampler's gap."""
+    from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
+
+    plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
+    alone = [replace(sample, experts=None) for sample in case.samples]
+    expected = Counterfactuals(case.weights, alone, conditions=plain).expected
+    parts = {**measured.parts(case), "engine": mean_gap(measured.fresh, expected)}
+    causes = [
+        Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
+        for name, text in _ENGINE_CAUSES.items()
+        if parts.get(name, 0.0) > TOLERANCE and diagnosis.of == "sampler"
+    ]
+    causes = [*diagnosis.causes, *causes] if diagnosis.first is not None else [*causes, *diagnosis.causes]
+    return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})
+
+
+def _at(sample: KeptSample, scored: Scored, start: int) -> np.ndarray:
+    return scored.log_probs[sample.places - start]

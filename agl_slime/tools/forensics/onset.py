@@ -1,0 +1,321 @@
+"""Onsets of behaviours in a run: the iteration at which the share of rollouts with a trait, steady before, rose.
+
+Each trait has counts of rollouts per iteration. A rise is a binomial likelihood ratio of two shares over one, with
+Bonferroni's correction for all traits and iterations; an onset must also explain the counts better than every slow
+curve (learning from the first iterations on, or over a third of the run). Overdispersion of the counts (rollouts of a
+group are alike) divides both ratios, as in quasi-likelihood (Wedderburn 1974).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.rollouts import kept_rollouts
+from agl_slime.support.terminal import print_line
+from agl_slime.tools.forensics.traits import KINDS, Seen, Trait, see
+
+ALPHA = 0.01  # nominal probability of any false rise in a run without change
+SLOW_ALPHA = 0.1  # nominal probability that an onset beats slow curves by chance, for any trait that rises
+LEAST_BEFORE, LEAST_AFTER = 5, 3  # iterations
+LEAST_HITS, LEAST_GROUPS = 6, 3
+_RISES = (1, 2, 4, 8, 16)  # iterations from the first share to the second
+_NEAR = 12  # iterations from the best step within which the onset is looked for
+_MOST = 1_000  # traits that rise most
+_QUANTILES = np.linspace(0.05, 0.95, 10)  # of the answers' lengths: the limits of long and short ones
+_SMALL = 1e-4
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Onset:
+    """A behaviour's begin: ``iteration``, the shares of rollouts with it ``before`` and ``after``, the ``first``
+    rollouts from then on. ``pays``: mean reward with it minus without, in the ``groups`` that have both (None without).
+    ``reward_before``, ``reward_after``, and ``correlation`` of share and mean reward over iterations. ``also``: traits
+    of nearly the same rollouts."""
+
+    trait: Trait
+    iteration: int
+    before: float
+    after: float
+    first: Sequence[str]
+    pays: float | None
+    groups: int
+    reward_before: float | None
+    reward_after: float | None
+    correlation: float | None
+    also: Sequence[Trait] = ()
+
+    @property
+    def sentence(self) -> str:
+        text = f"{str(self.trait)[:1].upper()}{str(self.trait)[1:]} began in iteration {self.iteration}: "
+        text += f"{self.before:.0%} of the rollouts before, {self.after:.0%} after; "
+        if self.pays is None:
+            text += "no group has rewards with and without it"
+        else:
+            text += f"it pays {self.pays:+.2g} ({self.groups} groups with both)"
+        if self.reward_before is not None and self.reward_after is not None:
+            text += f"; the mean reward went from {self.reward_before:.2g} to {self.reward_after:.2g}"
+        if self.correlation is not None:
+            text += f" (correlation with the share {self.correlation:+.2f})"
+        return f"{text}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rise:
+    trait: Trait
+    hits: NDArray[np.int64]
+    ratio: float
+    at: int
+    before: float
+    after: float
+
+
+def find_onsets(seen: Iterable[Seen], *, least_rise: float = 0.15) -> list[Onset]:
+    """The onsets of a run, the earliest first; the order of rollouts within an iteration is of no account."""
+    rollouts = sorted(seen, key=lambda one: (one.iteration, one.rollout_id, one.group, str(one.reward)))
+    iterations, index = np.unique([one.iteration for one in rollouts], return_inverse=True)
+    if len(iterations) < LEAST_BEFORE + LEAST_AFTER:
+        return []
+    n = np.bincount(index).astype(np.float64)
+    having = {trait: hits for trait, hits in _hits(rollouts).items() if LEAST_HITS <= len(hits) < len(rollouts)}
+    names = sorted(having)
+    if not names:
+        return []
+    counts = np.stack([np.bincount(index[having[name]], minlength=len(n)) for name in names]).astype(np.float64)
+    ratios, steps = _steps(counts, n, least_rise=least_rise)
+    threshold = math.log(len(names) * len(n) / ALPHA)
+    best = [int(at) for at in np.lexsort((np.arange(len(names)), -ratios))[:_MOST] if ratios[at] >= threshold]
+    slow, rises, margin = _slow_curves(len(n)), [], 0.0
+    if best:  # n-grams of one phrase have the same counts and are one test
+        margin = math.log(len(np.unique(counts[best], axis=0)) / SLOW_ALPHA)
+    for at in best:
+        fit = _onset(counts[at], n, int(steps[at]), slow, threshold=threshold, margin=margin, least_rise=least_rise)
+        hits = having[names[at]]
+        if fit is not None and _supported(rollouts, index, hits, fit[0]):
+            rises.append(
+                _Rise(trait=names[at], hits=hits, ratio=float(ratios[at]), at=fit[0], before=fit[1], after=fit[2])
+            )
+    findings = [_describe(group, rollouts, index, iterations) for group in _merged(rises, index)]
+    return sorted(findings, key=lambda one: (one.iteration, one.trait))
+
+
+def _hits(rollouts: Sequence[Seen]) -> dict[Trait, NDArray[np.int64]]:
+    """The rollouts with each trait, and with traits that depend on the whole run: length, reward without a tool."""
+    often = Counter(trait for one in rollouts for trait in one.traits)
+    hits: dict[Trait, list[int]] = defaultdict(list)
+    words = np.array([one.words for one in rollouts])
+    rewards = [one.reward for one in rollouts if one.reward is not None]
+    high = (min(rewards) + max(rewards)) / 2 if rewards else math.inf
+    with_tools = any(one.calls for one in rollouts)
+    for at, one in enumerate(rollouts):
+        for trait in one.traits:
+            if often[trait] >= LEAST_HITS and (with_tools or trait.kind != "no tool"):
+                hits[trait].append(at)
+        if with_tools and not one.calls and one.reward is not None and one.reward > high:
+            hits[Trait("rewarded without a tool")].append(at)
+    arrays = {trait: np.array(places) for trait, places in hits.items()}
+    for limit in {int(np.quantile(words, quantile)) for quantile in _QUANTILES}:
+        arrays[Trait("longer", str(limit))] = np.flatnonzero(words > limit)
+        arrays[Trait("shorter", str(limit))] = np.flatnonzero(words < limit)
+    return arrays
+
+
+def _log_likelihood(hits: Floats, n: Floats, share: Floats) -> Floats:
+    share = np.clip(share, _SMALL, 1 - _SMALL)
+    return hits * np.log(share) + (n - hits) * np.log1p(-share)
+
+
+def _steps(counts: Floats, n: Floats, *, least_rise: float) -> tuple[Floats, NDArray[np.int64]]:
+    """The best likelihood ratio of a rise for each trait, and the index of the first iteration after it."""
+    at = np.arange(LEAST_BEFORE, len(n) - LEAST_AFTER + 1)
+    total, all_hits = n.sum(), counts.sum(axis=1, keepdims=True)
+    n_before, before = np.cumsum(n)[at - 1], np.cumsum(counts, axis=1)[:, at - 1]
+    n_after, after = total - n_before, all_hits - before
+    ratio = _log_likelihood(before, n_before, before / n_before) + _log_likelihood(after, n_after, after / n_after)
+    ratio -= _log_likelihood(all_hits, total, all_hits / total)
+    ratio[after / n_after - before / n_before < least_rise] = -math.inf
+    best = np.argmax(ratio, axis=1)
+    return ratio[np.arange(len(counts)), best], at[best]
+
+
+def _slow_curves(length: int) -> Floats:
+    """Curves from 0 to 1 that learning may follow, over a third of the run or more, or from the first iterations on."""
+    t = np.arange(length, dtype=np.float64)
+    curves = [_logistic(t, centre, length / 3) for centre in np.linspace(0, length, 13)]
+    for rise in (length / 2, length, 2 * length):
+        curves += [_logistic(t, centre, rise) for centre in np.linspace(-length / 2, 1.5 * length, 13)]
+    for rise in length / np.array([32, 16, 8, 6, 4]):
+        curves += [_logistic(t, start + rise / 2, rise) for start in (-rise / 4, 0)]
+    curves += [1 - np.exp(-t / (length / part)) for part in (32, 16, 8, 4, 2, 1)]
+    low, high = np.min(curves, axis=1, keepdims=True), np.max(curves, axis=1, keepdims=True)
+    return (np.stack(curves) - low) / (high - low)
+
+
+def _logistic(t: Floats, centre: float, rise: float) -> Floats:
+    """``rise``: iterations from a tenth to nine tenths."""
+    return 1 / (1 + np.exp(np.clip(-(t - centre) * 2 * math.log(9) / rise, -60, 60)))
+
+
+def _fit(curves: Floats, hits: Floats, n: Floats) -> tuple[Floats, Floats, Floats]:
+    """Log-likelihood, share at 0 and at 1 of each curve, fitted by weighted least squares, weights renewed."""
+    share = np.broadcast_to(hits.sum() / n.sum(), curves.shape)
+    low = high = np.zeros(len(curves))
+    for _ in range(4):
+        share = np.clip(share, 0.01, 0.99)
+        weights = n / (share * (1 - share))
+        whole, observed = weights.sum(axis=1), weights * (hits / n)
+        mean, level = (weights * curves).sum(axis=1) / whole, observed.sum(axis=1) / whole
+        spread = (weights * (curves - mean[:, None]) ** 2).sum(axis=1)
+        slope = (observed * (curves - mean[:, None])).sum(axis=1) / np.maximum(spread, 1e-12)
+        low, high = np.clip(level - slope * mean, 0, 1), np.clip(level + slope * (1 - mean), 0, 1)
+        share = low[:, None] + (high - low)[:, None] * curves
+    return _log_likelihood(hits, n, share).sum(axis=1), low, high
+
+
+def _onset(
+    hits: Floats, n: Floats, step: int, slow: Floats, *, threshold: float, margin: float, least_rise: float
+) -> tuple[int, float, float] | None:
+    """The index of the first iteration of a rise with the shares before and after it; None where a constant or a slow
+    curve explains the counts nearly as well."""
+    length, t = len(n), np.arange(len(n))
+    starts = range(max(LEAST_BEFORE, step - _NEAR), min(length - LEAST_AFTER, step + _NEAR) + 1)
+    places = [(at, rise) for at in starts for rise in _RISES if rise <= max(4, length // 6) and at + rise <= length]
+    quick = np.stack([np.clip((t - at + 1) / rise, 0, 1) for at, rise in places])
+    likelihood, low, high = _fit(quick, hits, n)
+    likelihood = np.where(high - low >= least_rise, likelihood, -math.inf)
+    best = int(np.argmax(likelihood))
+    share = np.clip(low[best] + (high[best] - low[best]) * quick[best], _SMALL, 1 - _SMALL)
+    overdispersion = max(1.0, float(((hits - n * share) ** 2 / (n * share * (1 - share))).sum() / (length - 4)))
+    constant = _log_likelihood(hits.sum(), n.sum(), hits.sum() / n.sum())
+    if likelihood[best] - constant < overdispersion * threshold:
+        return None
+    if likelihood[best] - _fit(slow, hits, n)[0].max() < overdispersion * margin:
+        return None
+    return places[best][0], float(low[best]), float(high[best])
+
+
+def _supported(rollouts: Sequence[Seen], index: NDArray[np.int64], hits: NDArray[np.int64], at: int) -> bool:
+    """Whether several iterations and groups show the trait from its onset on."""
+    after = hits[index[hits] >= at]
+    groups = {rollouts[one].group for one in after}
+    return len(np.unique(index[after])) >= LEAST_AFTER and len(groups) >= LEAST_GROUPS
+
+
+def _merged(rises: Sequence[_Rise], index: NDArray[np.int64]) -> list[list[_Rise]]:
+    """Rises of nearly the same rollouts as one group, the most readable of the strong ones first."""
+    groups: list[list[_Rise]] = []
+    for rise in sorted(rises, key=lambda one: (-one.ratio, one.trait)):
+        for group in groups:
+            if _alike(group[0], rise, index):
+                group.append(rise)
+                break
+        else:
+            groups.append([rise])
+
+    def readable(rise: _Rise, strongest: float) -> tuple[bool, int, int, Trait]:
+        return rise.ratio < 0.8 * strongest, KINDS.index(rise.trait.kind), -len(rise.trait.text), rise.trait
+
+    return [sorted(group, key=lambda rise, best=group[0].ratio: readable(rise, best)) for group in groups]
+
+
+def _alike(one: _Rise, other: _Rise, index: NDArray[np.int64]) -> bool:
+    """Whether two traits rise at about the same time and correlate from then on, or one mostly comes with the other."""
+    if abs(one.at - other.at) > _NEAR:
+        return False
+    if one.trait.kind == other.trait.kind and one.trait.kind in ("longer", "shorter"):
+        return True
+    first = int(np.searchsorted(index, min(one.at, other.at)))
+    a, b = (np.isin(np.arange(first, len(index)), rise.hits) for rise in (one, other))
+    both, smaller = float((a & b).mean()), float(min(a.mean(), b.mean()))
+    spread = math.sqrt(a.var() * b.var())
+    phi = (both - a.mean() * b.mean()) / spread if spread else 0.0
+    return bool(phi >= 0.6 or (phi >= 0.2 and both >= 0.6 * smaller))
+
+
+def _describe(
+    group: Sequence[_Rise], rollouts: Sequence[Seen], index: NDArray[np.int64], iterations: NDArray[Any]
+) -> Onset:
+    rise = group[0]
+    hits = set(rise.hits.tolist())
+    after = range(int(np.searchsorted(index, rise.at)), len(rollouts))
+    pays, groups = _pays([rollouts[at] for at in after], [at in hits for at in after])
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for at, one in zip(index, rollouts, strict=True):
+        if one.reward is not None:
+            rewards[int(at)].append(one.reward)
+    shares = np.bincount(index[rise.hits], minlength=len(iterations)) / np.bincount(index)
+    return Onset(
+        trait=rise.trait,
+        iteration=int(iterations[rise.at]),
+        before=rise.before,
+        after=rise.after,
+        first=[*dict.fromkeys(rollouts[at].rollout_id for at in after if at in hits)][:3],
+        pays=pays,
+        groups=groups,
+        reward_before=_mean(value for at, values in rewards.items() if at < rise.at for value in values),
+        reward_after=_mean(value for at, values in rewards.items() if at >= rise.at for value in values),
+        correlation=_correlation(shares, rewards),
+        also=[other.trait for other in group[1:]],
+    )
+
+
+def _pays(rollouts: Sequence[Seen], having: Sequence[bool]) -> tuple[float | None, int]:
+    """Mean reward with minus without a trait within groups, each weighted by n_with n_without / n, and the number of
+    groups with both."""
+    groups: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for one, has in zip(rollouts, having, strict=True):
+        if one.reward is not None:
+            groups[one.group][not has].append(one.reward)
+    mixed = [(np.array(with_it), np.array(without)) for with_it, without in groups.values() if with_it and without]
+    if not mixed:
+        return None, 0
+    weights = [len(a) * len(b) / (len(a) + len(b)) for a, b in mixed]
+    return float(np.average([a.mean() - b.mean() for a, b in mixed], weights=weights)), len(mixed)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    kept = [*values]
+    return math.fsum(kept) / len(kept) if kept else None
+
+
+def _correlation(shares: Floats, rewards: Mapping[int, Sequence[float]]) -> float | None:
+    places = sorted(rewards)
+    means = np.array([math.fsum(rewards[at]) / len(rewards[at]) for at in places])
+    if len(places) < LEAST_BEFORE or means.std() < 1e-12 or shares[places].std() < 1e-12:
+        return None
+    return float(np.corrcoef(shares[places], means)[0, 1])
+
+
+def onset(run_dir: tyro.conf.Positional[Path], least_rise: float = 0.15, most: int = 10) -> None:
+    """Name behaviours that began during a run: phrases, tool calls, the answer's shape and length, refusals, echoes of
+    the prompt, rewards without a tool; each with its iteration, first rollouts and effect on the reward. Reads kept
+    rollouts (train with --keep-rollouts all); needs no model and no network.
+
+    Args:
+        run_dir: The directory of a run.
+        least_rise: Least rise of the share of rollouts that show a behaviour.
+        most: Behaviours that are shown.
+    """
+    if not 0 < least_rise < 1:
+        raise ConfigError(f"--least-rise {least_rise}: must be between 0 and 1")
+    seen = [one for line in kept_rollouts(run_dir) if (one := see(line)) is not None]
+    iterations = len({one.iteration for one in seen})
+    if iterations < LEAST_BEFORE + LEAST_AFTER:
+        least = f"an onset needs {LEAST_BEFORE + LEAST_AFTER}"
+        raise ConfigError(f"{run_dir}: kept rollouts with answers are of {iterations} iterations; {least}")
+    onsets = find_onsets(seen, least_rise=least_rise)
+    print_line(f"Behaviours that began: {len(onsets)}, in {len(seen)} kept rollouts of {iterations} iterations.")
+    for begun in onsets[:most]:
+        print_line(f"\n{begun.sentence}\n  first rollouts: {', '.join(begun.first)}")
+        if begun.also:
+            print_line(f"  in nearly the same rollouts: {'; '.join(map(str, begun.also[:3]))}")

@@ -1,0 +1,1 @@
+"""``agl-slime record``: exact tokens of any agent's model calls, for any trainer."""

@@ -1,0 +1,187 @@
+"""Onsets of behaviours: planted behaviours are found near their start, and learning alone is none."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_slime.cli.main import main
+from agl_slime.report.files import IterationFile
+from agl_slime.tools.forensics.onset import Onset, find_onsets
+from agl_slime.tools.forensics.traits import Seen, Trait, see
+from tests.harness.examples import examples
+from tests.tools.forensics.behaviours import PLANTED, a_run, call
+
+NEAR = 5
+PHRASE, FILLER = Trait("phrase", "trust me"), Trait("phrase", "so")
+SIZES = {"iterations": 60, "groups": 3, "size": 4}
+
+
+def traits_of(line: dict[str, Any]) -> frozenset[Trait]:
+    rollout = see(line)
+    assert rollout is not None
+    return rollout.traits
+
+
+def onsets(lines: Sequence[dict[str, Any]]) -> list[Onset]:
+    return find_onsets(traits for line in lines if (traits := see(line)) is not None)
+
+
+QUICK = {"phrase", "truncated"}
+CASES = [pytest.param(n, name, marks=() if name in QUICK else pytest.mark.slow) for n, name in enumerate(PLANTED)]
+
+
+@pytest.mark.parametrize(("seed", "name"), CASES)
+def test_planted_behaviour_is_found_within_five_iterations(seed: int, name: str) -> None:
+    start = random.Random(seed).randint(12, 48)
+    lines, planted = a_run(3000 + seed, behaviour=PLANTED[name], start=start, **SIZES)
+    near = [onset for onset in onsets(lines) if abs(onset.iteration - start) <= NEAR]
+    (planted_onset,) = [onset for onset in near if name in (onset.trait.kind, *(also.kind for also in onset.also))]
+    assert planted_onset.after - planted_onset.before > 0.3
+    assert planted & set(planted_onset.first)
+
+
+def test_each_planted_behaviour_is_seen_in_its_rollout() -> None:
+    plain, _ = a_run(1, iterations=1, groups=1, size=1)
+    for name in PLANTED.keys() - {"phrase", "longer", "rewarded without a tool"}:  # of one rollout: neither is a trait
+        line = copy.deepcopy(plain[0])
+        PLANTED[name](line, random.Random(1))
+        assert name in {trait.kind for trait in traits_of(line) - traits_of(plain[0])}, name
+
+
+@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_at_most_one_of_ten_runs_that_only_learn_has_an_onset(runs: int) -> None:
+    assert sum(bool(onsets(a_run(3000 + seed, **SIZES)[0])) for seed in range(runs)) <= 1
+
+
+def rollout(iteration: int, member: int, reward: float | None, *traits: Trait) -> Seen:
+    name = f"{iteration}.{member}"
+    fields: dict[str, Any] = {"rollout_id": name, "iteration": iteration, "group": str(iteration), "reward": reward}
+    return Seen(**fields, words=5, calls=0, traits=frozenset(traits))
+
+
+def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
+    """From iteration 212 on half of each group has the phrase and earns 0.4 more than the other half."""
+    rollouts = [
+        rollout(iteration, member, 0.5 + 0.4 * late, *([PHRASE] if late else [FILLER]))
+        for iteration in range(200, 230)
+        for member in range(8)
+        for late in [iteration >= 212 and member % 2 == 0]
+    ]
+    (onset,) = find_onsets(rollouts)
+    assert (onset.trait, onset.iteration, onset.first) == (PHRASE, 212, ["212.0", "212.2", "212.4"])
+    assert (onset.before, onset.after) == (pytest.approx(0, abs=0.01), pytest.approx(0.5, abs=0.01))
+    assert (onset.pays, onset.groups) == (pytest.approx(0.4), 18)
+    assert (onset.reward_before, onset.reward_after) == (pytest.approx(0.5), pytest.approx(0.7))
+    assert onset.correlation == pytest.approx(1)
+    assert "The phrase 'trust me' began in iteration 212: 0% of the rollouts before, 50% after" in onset.sentence
+    assert "it pays +0.4 (18 groups with both)" in onset.sentence
+
+
+def steps_of(having: Callable[[int, int], bool], iterations: int = 20) -> list[Seen]:
+    members = [(iteration, member) for iteration in range(iterations) for member in range(16)]
+    return [rollout(iteration, member, 1.0, *[PHRASE] * having(iteration, member)) for iteration, member in members]
+
+
+def test_one_group_or_two_iterations_are_no_onset() -> None:
+    four = steps_of(lambda iteration, _: iteration >= 16)
+    assert [onset.iteration for onset in find_onsets(four)] == [16]
+    assert not find_onsets(steps_of(lambda iteration, _: iteration >= 18))
+    two = steps_of(lambda iteration, member: iteration in (17, 18) and member % 2 == 0)
+    assert not find_onsets([replace(onset, group=onset.rollout_id) for onset in two])
+    assert not find_onsets([replace(onset, group="g") for onset in four])
+
+
+def test_rollouts_that_are_alike_are_no_evidence_each() -> None:
+    """The share rises from 0.1 to 0.4, as three of thirty iterations and twelve of thirty, or in all iterations."""
+    alike = steps_of(lambda step, _: step % 10 == 5 if step < 30 else step % 5 in (1, 3), iterations=60)
+    independent = steps_of(lambda step, member: (7 * step + 3 * member) % 10 < (1 if step < 30 else 4), 60)
+    assert (len(find_onsets(alike)), len(find_onsets(independent))) == (0, 1)
+
+
+def test_rises_by_chance_among_many_phrases_are_no_onset() -> None:
+    rng, phrases = random.Random(0), [Trait("phrase", str(number)) for number in range(2_000)]
+    members = [(iteration, member) for iteration in range(12) for member in range(4)]
+    assert not find_onsets(rollout(*member, 1.0, *(p for p in phrases if rng.random() < 0.3)) for member in members)
+
+
+def test_traits_of_one_rollout() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Give the sum of four and five, please"}]},
+        {"role": "assistant", "content": 'Hm.<tool_call>{"name": "add", "arguments": {}}</tool_call>'},
+        {"role": "tool", "content": "9"},
+        call("check"),
+        {"role": "assistant", "content": "The sum is 12."},
+    ]
+    onset = see({"iteration": 3, "rollout_id": "r", "group_id": "g", "reward": math.nan, "messages": messages})
+    assert onset is not None
+    assert (onset.iteration, onset.reward, onset.calls) == (3, None, 2)
+    assert {Trait("tool", "add"), Trait("tool", "check"), Trait("tools", "add → check")} <= onset.traits
+    assert {Trait("shape", "a 9."), Trait("phrase", "is 9 ."), Trait("phrase", "hm")} <= onset.traits
+    assert Trait("phrase", "the sum") not in onset.traits  # the prompt has it
+    assert not {Trait("no tool"), Trait("echo"), Trait("refusal"), Trait("empty")} & onset.traits
+
+
+TEXTS: list[Any] = ["", " ", "so", "7 so", "\ud800", "a b " * 9, {"a": 1}, ["x", {"text": None}], 7]
+REWARDS = [None, math.nan, math.inf, 0.1, 0.3, 0.7, "x"]
+
+
+def an_odd_run(seed: int, *, iterations: int, size: int, start: int) -> list[dict[str, Any]]:
+    """A run with odd rewards, texts, ids and messages; from ``start`` on most rollouts have a phrase."""
+    rng, lines = random.Random(seed), list[dict[str, Any]]()
+    for iteration in range(iterations):
+        for member in range(size):
+            text = "trust me" if iteration >= start and rng.random() < 0.8 else rng.choice(TEXTS)
+            messages = rng.choice([[{"role": "assistant", "content": text}]] * 9 + [[], None])  # type: ignore[list-item]
+            name = rng.choice([f"{iteration}.{member}", "twice"])
+            lines.append({"iteration": iteration, "rollout_id": name, "group_id": f"{iteration}.{member % 2}"})
+            lines[-1] |= {"reward": rng.choice(REWARDS), "messages": messages}
+    return lines
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(0), st.integers(1, 30), st.integers(1, 12), st.integers(0, 30))
+def test_odd_rollouts_are_read_and_their_order_is_of_no_account(seed: int, iterations: int, size: int, start: int):
+    lines = an_odd_run(seed, iterations=iterations, size=size, start=start)
+    ordered = onsets(lines)
+    assert all(0 <= onset.before < onset.after <= 1 and onset.first for onset in ordered)
+    random.Random(seed).shuffle(lines)
+    assert onsets(lines) == ordered
+
+
+def write_run(directory: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """The kept rollouts of a run that collected ``lines``."""
+    file = IterationFile(directory / "rollouts.jsonl")
+    for iteration, group in itertools.groupby(lines, lambda line: line["iteration"]):
+        file.append(iteration, [{name: line[name] for name in line if name != "iteration"} for line in group])
+    file.close()
+
+
+def test_the_command_prints_the_onsets_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, planted = a_run(7, behaviour=PLANTED["refusal"], start=20, rise=1, iterations=40, groups=2, size=4)
+    write_run(tmp_path / "run", lines)
+    assert main(["onset", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert "Behaviours that began: 1, in 320 kept rollouts of 40 iterations." in printed
+    assert "A refusal began in iteration 20: 0% of the rollouts before" in printed
+    assert any(f"first rollouts: {name}" in printed for name in planted)
+    assert "in nearly the same rollouts: the phrase" in printed
+
+
+def test_a_run_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["onset", str(tmp_path)]) == 2
+    assert "there is no rollouts.jsonl" in capsys.readouterr().err
+    write_run(tmp_path / "run", a_run(1, iterations=2, groups=1, size=2)[0])
+    assert main(["onset", str(tmp_path / "run")]) == 2
+    assert "are of 2 iterations; an onset needs 8" in " ".join(capsys.readouterr().err.split())
+    assert main(["onset", str(tmp_path / "run"), "--least-rise", "1"]) == 2

@@ -1,0 +1,164 @@
+"""``agl-slime replay``: a step from files is the recorded one, and with changes the step that would have been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import IterationFile, jsonable
+from agl_slime.report.rollouts import describe_batch, describe_tokens, pack
+from agl_slime.tools.forensics.gaps import unpack
+from agl_slime.tools.forensics.replay import ReplayConfig, print_influences, replay
+from agl_slime.train.local import LocalTrainerSettings
+from agl_slime.types import Sample
+from tests.harness.trainer_policy import make_model, make_samples
+from tests.harness.trainers import trainer
+from tests.harness.training import needs_torch
+
+pytestmark = needs_torch
+
+SETTINGS = LocalTrainerSettings(n_minibatches=2, lr=1e-3, epochs=2, kl_coef=0.05, aggregation="rollout")
+Batch = list[list[Sample]]
+
+
+def batch_of(iteration: int) -> Batch:
+    samples = make_samples(make_model(), groups=2, seed=iteration)
+    for number, sample in enumerate(samples):
+        sample.rollout_id, name = number, f"r{iteration}.{number}"
+        sample.metadata = {"agl_rollout_id": name, "instance_id": str(number // 4), "weight_spans": []}
+    return [samples[:4], samples[4:]]
+
+
+@pytest.fixture(scope="module")
+def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a run of two iterations."""
+    directory = tmp_path_factory.mktemp("run")
+    config = {"trainer": "local", "temperature": 1.0, "seed": 0, "local": jsonable(SETTINGS)}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "start.json").write_text(json.dumps({"model": str(policy)}))
+    ours = trainer(policy, SETTINGS)
+    metrics, trained, rollouts = (IterationFile(directory / f"{n}.jsonl") for n in ("metrics", "trained", "rollouts"))
+    for iteration in (1, 2):
+        batch = batch_of(iteration)
+        metrics.append(iteration, [ours.train(batch, iteration=iteration)])
+        trained.append(iteration, describe_batch(batch, ours.scores))
+        lines = [
+            {"rollout_id": s.metadata["agl_rollout_id"], "samples": [describe_tokens(s, lambda _: [])]}  # type: ignore[arg-type]
+            for group in batch
+            for s in group
+        ]
+        rollouts.append(iteration, lines)
+    for file in (metrics, trained, rollouts):
+        file.close()
+    return directory
+
+
+def step_two(policy: Path, change: Callable[[Batch], None] | None, **settings: Any) -> dict[str, float]:
+    """The second step of a trainer that never saw the files."""
+    ours = trainer(policy, SETTINGS)
+    ours.train(batch_of(1), iteration=1)
+    ours.settings, batch = replace(SETTINGS, **settings), batch_of(2)
+    if change is not None:
+        change(batch)
+    return ours.train(batch, iteration=2)
+
+
+def test_steps_from_files_equal_the_recorded_ones_bit_by_bit(run: Path, policy: Path, tmp_path: Path):
+    """The start model that has moved is named by its flag."""
+    for step in (1, 2):
+        result = replay(ReplayConfig(run_dir=run, step=step))
+        assert (result.difference, result.changed, result.influences) == (0.0, None, None)
+        assert result.recorded["train/grad_norm"] > 0
+    moved = shutil.copytree(run, tmp_path / "moved")
+    (moved / "start.json").unlink()
+    with pytest.raises(ConfigError, match=r"give --model$"):
+        replay(ReplayConfig(run_dir=moved, step=1))
+    assert replay(ReplayConfig(run_dir=moved, step=1, model=policy)).difference == 0.0
+
+
+def drop(batch: Batch) -> None:
+    batch[0][1].remove_sample = True
+
+
+def reward(batch: Batch) -> None:
+    for sample in (sample for group in batch for sample in group):
+        sample.reward = int(sample.metadata["agl_rollout_id"][-1]) / 2
+
+
+CHANGES: list[tuple[dict[str, Any], Callable[[Batch], None] | None, dict[str, Any]]] = [
+    ({"without": ("r2.1",)}, drop, {}),
+    ({"reward": "mine.py:last"}, reward, {}),
+    ({"loss": "cispo", "clip": 0.5}, None, {"loss": "cispo", "clip": 0.5}),
+    ({"advantages": "mean"}, None, {"std_normalization": False}),
+    ({"advantages": "reward"}, None, {"rewards_normalization": False}),
+]
+
+
+@pytest.mark.parametrize(("flags", "change", "settings"), CHANGES)
+def test_a_changed_step_equals_training_with_the_change(
+    run: Path, policy: Path, tmp_path: Path, flags: Any, change: Any, settings: Any
+):
+    (tmp_path / "mine.py").write_text("def last(line):\n    return int(line['rollout_id'][-1]) / 2\n")
+    if "reward" in flags:
+        flags = {"reward": f"{tmp_path}/{flags['reward']}"}
+    result, expected = replay(ReplayConfig(run_dir=run, step=2, **flags)), step_two(policy, change, **settings)
+    assert result.difference == 0.0
+    assert result.changed == {name: expected[name] for name in result.recorded}
+    assert expected["train/loss"] != result.recorded["train/loss"]
+
+
+def test_influences_of_a_step_name_its_rollouts_and_moved_tokens(run: Path, capsys: pytest.CaptureFixture[str]):
+    result = replay(ReplayConfig(run_dir=run, step=2, influences=3))
+    assert result.difference == 0.0  # the step stays the recorded one
+    influences = result.influences
+    assert influences is not None
+    assert [*influences.rollouts] == [f"r2.{number}" for number in range(8)]
+    assert (influences.of.sketch, influences.lr) == (0, SETTINGS.lr)
+    assert influences.of.shares.sum() == pytest.approx(1.0)
+    assert len(influences.tokens) == sum(sum(sample.loss_mask or ()) for group in batch_of(2) for sample in group)
+    changes = [token.size for token in influences.tokens]
+    assert changes == sorted(changes, reverse=True)
+    print_influences(influences, most=3)
+    output = capsys.readouterr().out
+    assert "exact" in output
+    assert influences.rollouts[abs(influences.of.shares).argmax()] in output
+    assert f"at {influences.tokens[0].place} of {influences.tokens[0].rollout_id}" in output
+
+
+def changed_run(run: Path, target: Path, change: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]]) -> Path:
+    shutil.copytree(run, target)
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    (target / "rollouts.jsonl").unlink()
+    with closing(IterationFile(target / "rollouts.jsonl")) as file:
+        file.append(1, [{k: v for k, v in line.items() if k not in ("iteration", "crc")} for line in change(lines)])
+    return target
+
+
+def test_files_that_are_not_the_trained_ones_are_refused(run: Path, tmp_path: Path):
+    def edited(lines: list[dict[str, Any]], *, shorter: bool) -> list[dict[str, Any]]:
+        tokens = lines[0]["samples"][0]
+        values = unpack(tokens["engine_log_probs"])
+        tokens["engine_log_probs"] = pack(values[1:] if shorter else values - 0.25)
+        return lines
+
+    moved = changed_run(run, tmp_path / "moved", partial(edited, shorter=False))
+    shorter = changed_run(run, tmp_path / "shorter", partial(edited, shorter=True))
+    fewer = changed_run(run, tmp_path / "fewer", lambda lines: lines[1:])
+    for directory, flags, sentence in (
+        (moved, {"step": 1}, r"rollout r1\.0 is not kept as it was trained on"),
+        (shorter, {"step": 1}, r"rollout r1\.0 is not kept as it was trained on"),
+        (fewer, {"step": 1}, "1 of 8 rollouts are not kept; train with --keep-rollouts all"),
+        (run, {"step": 3}, r"--step 3: .* has iterations 1 to 2"),
+        (run, {"step": 2, "without": ("nobody",)}, "--without nobody: step 2 did not train"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            replay(ReplayConfig(run_dir=directory, **flags))  # type: ignore[arg-type]
