@@ -94,7 +94,7 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
     assert took < 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def test_train_py_without_packages_or_on_an_old_python_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_train_py_without_packages_or_on_an_old_python_says_so(tmp_path: Path) -> None:
     without = python("train.py", without=("tyro",), directory=tmp_path)
     old = python(
         "-c", "import runpy, sys; sys.version_info = (3, 10, 4); runpy.run_path('train.py', run_name='__main__')"
