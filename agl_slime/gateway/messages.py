@@ -134,7 +134,8 @@ def message_key(message: Mapping[str, Any]) -> Hashable:
         return "text", message["content"]
     role, content = message["role"], message["content"].rstrip()
     if role == "assistant":
-        return role, _text(content), _calls_key(message.get("tool_calls") or ())
+        calls = message.get("tool_calls") or ()
+        return role, content, message.get("reasoning_content"), *(call["id"] for call in calls), _calls_key(calls)
     return role, content, message.get("tool_call_id")
 
 
@@ -145,25 +146,25 @@ def answer_keys(message: Mapping[str, Any]) -> list[Hashable]:
     text = (_text(message["content"]), _calls_key(calls))
     if calls and all(call["id"] for call in calls):
         keys.append(("ids", tuple(call["id"] for call in calls), text[1]))
-    reasoning = message.get("reasoning_content") or _reasoning(message["content"])
-    if reasoning:
-        keys.append(("reasoning", reasoning.strip(), *text))
+    if reasoning := _reasoning(message):
+        keys.append(("reasoning", reasoning, *text))
     keys.append(("text", *text))
     return keys
 
 
 def same_words(sent: Mapping[str, Any], served: Mapping[str, Any]) -> bool:
-    """Whether the text of an answer, recognized by its calls, came back unchanged or was left out."""
-    text = _text(sent["content"])
-    return not text or text == _text(served["content"])
+    """Whether an answer, recognized by its calls or its text, came back unchanged; thinking may be left out."""
+    reasoning = _reasoning(sent).split()
+    return _text(sent["content"]) == _text(served["content"]) and reasoning in ([], _reasoning(served).split())
 
 
 def _text(content: str) -> str:
     return content.rpartition(_END_OF_THINKING)[2].strip()
 
 
-def _reasoning(content: str) -> str:
-    return content.rpartition(_END_OF_THINKING)[0].strip().removeprefix("<think>").strip()
+def _reasoning(message: Mapping[str, Any]) -> str:
+    before = message["content"].rpartition(_END_OF_THINKING)[0].strip()
+    return (message.get("reasoning_content") or before.removeprefix("<think>")).strip()
 
 
 def _calls_key(calls: Sequence[Mapping[str, Any]]) -> Hashable:

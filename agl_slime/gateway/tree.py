@@ -59,7 +59,7 @@ class Match:
 
     messages: list[Message]
     length: int
-    keys: list[list[Hashable]]
+    keys: list[Hashable]
     state: int
     node: Node | None
     conversation: Conversation | None
@@ -126,7 +126,7 @@ class Tree:
         if ambiguous:  # keeps a branch of the conversation from reusing the sibling's tokens
             rest[0] = {**rest[0], "sampled": "by one of several"}
         fork = self._fork_reason(messages, len(matched), path.node, conversation)
-        keys = [_keys(message) for message in rest]
+        keys = [*map(message_key, rest)]
         whole = [*matched, *map(self._with_written_ids, rest)]
         return Match(whole, len(matched), keys, path.state, path.node, conversation, fork)
 
@@ -162,19 +162,17 @@ class Tree:
             rest = rest[:-1]
             if not match.keys and match.node is not None:
                 state = match.node.parent_state
-        for message, keys in rest:
-            children = self._messages.get((state, keys[0]), ())
+        for message, key in rest:
+            children = self._messages.get((state, key), ())
             child = next((each for each in children if each[1]["content"] == message["content"]), None)
-            child = child or (self._new_state(), message)
-            for key in keys:
-                children = self._messages.get((state, key), ())
-                if child not in children:
-                    self._messages[state, key] = (*children, child)
-                    self._note_child(state, child[0])
+            if child is None:
+                child = self._new_state(), message
+                self._messages[state, key] = (*children, child)
+                self._note_child(state, child[0])
             state = child[0]
             self._conversations[state] = conversation
             if message["role"] == "tool":
-                self._seen_keys.update(keys)
+                self._seen_keys.add(key)
         self._written_ids.update(ids)
         turns, depth = conversation.session.turns, len(conversation.session.messages)
         node = Node(sampled, served, state, self._new_state(), conversation, len(turns) - 1, depth, cut)
@@ -233,14 +231,9 @@ class Tree:
     def _find_messages(self, state: int, message: Message, *, exact: bool) -> list[tuple[int, Message]]:
         """Equal messages that are not answers, with the states after them. Trailing white space may differ, except in
         the last message of a request (``exact``): its answer would be to another prompt."""
-        children: list[tuple[int, Message]] = []
-        for key in _keys(message):
-            children += [child for child in self._messages.get((state, key), ()) if child not in children]
+        children = self._messages.get((state, message_key(message)), ())
         same = [child for child in children if child[1]["content"] == message["content"]]
-        children = same if exact else [*same, *(child for child in children if child not in same)]
-        if message["role"] != "assistant":
-            return children
-        return [child for child in children if same_words(message, child[1]) or same_words(child[1], message)]
+        return same if exact else [*same, *(child for child in children if child not in same)]
 
     def _fork_reason(
         self, messages: Sequence[Message], length: int, node: Node | None, conversation: Conversation | None

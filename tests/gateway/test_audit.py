@@ -183,6 +183,8 @@ class Audit:
             del new.messages[1 : answers[-1]]
             new.messages.insert(1, {"role": "user", "content": "so far: " + self._text()})
             new.intact = False
+        for message in () if new.intact else new.messages:  # an edited history is as given
+            message.pop("reasoning_content", None)
         last = new.messages[-1]
         if last.get("tool_calls"):
             for call in last["tool_calls"]:
@@ -195,7 +197,7 @@ class Audit:
         """The history as some client would serialize it."""
         sent = []
         for message in copy.deepcopy(messages):
-            kind = self.rng.randrange(4)
+            kind = self.rng.randrange(3)
             calls = message.get("tool_calls") or []
             if kind == 1 and message.get("content"):
                 message["content"] = [{"type": "text", "text": message["content"] + " \n"}]
@@ -204,8 +206,6 @@ class Audit:
                 for call in calls:
                     arguments = json.loads(call["function"]["arguments"])
                     call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=1)
-            elif kind == 3 and calls:
-                message["content"] = None
             sent.append(message)
         return sent
 

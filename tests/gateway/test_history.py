@@ -349,6 +349,62 @@ def test_parts_of_a_content_are_joined_as_sglang_joins_them(path: str, between: 
         assert f"user\none{between}two<|im_end|>" in prompts(case)[0]
 
 
+def thinking_of(path: str, text: str) -> list[dict[str, Any]]:
+    """Blocks or items of thinking."""
+    if path == "messages":
+        return [{"type": "thinking", "thinking": text, "signature": ""}] if text else []
+    return [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}] if text else []
+
+
+def given_call(path: str, thinking: str, text: str) -> list[Any]:
+    """A call, always with the same id, with thinking and text before it, and its result."""
+    call, result = called(path, "weather", "fine", arguments={"city": "Rome"})
+    if path == "chat/completions":
+        return [{**call, "content": text, **({"reasoning_content": thinking} if thinking else {})}, result]
+    if path == "messages":
+        return [assistant([*thinking_of(path, thinking), {**TEXT, "text": text}, *call["content"]]), result]
+    return [*thinking_of(path, thinking), {"type": "message", **assistant(text)}, call, result]
+
+
+@STREAMED
+@pytest.mark.parametrize("path", CHATS)
+def test_thinking_and_text_of_a_given_call_are_as_given(path: str, streamed: bool) -> None:
+    """In each request, whichever came first."""
+    given = [
+        ("RAW", "See."),
+        ("", "See."),
+        ("OTHER", "See."),
+        ("", "<think>IN</think>See."),
+        ("RAW", ""),
+        ("RAW", "See."),
+    ]
+    with serving("ok", template=template_of(MODELS["Qwen3.8"])) as case:
+        for number, (thinking, text) in enumerate(given):
+            messages = [user("Weather?"), *given_call(path, thinking, text), *[user("?")] * number]
+            httpx.post(f"{case.llm.endpoint}/{path}", json=body_of(path, messages, stream=streamed)).raise_for_status()
+            block = f"<think>\n{thinking}\n</think>\n\n" if thinking else ""
+            assert f"assistant\n{block}{text}<tool_call>" in prompts(case)[-1]
+        assert [turn.fork for turn in case.turns[1:5]] == [ForkReason.EDITED_HISTORY] * 4
+
+
+@STREAMED
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(("old", "new"), [("Rome", "Bern"), ("See.", ""), ("See.", "Look."), ("hm", "other")])
+def test_an_answer_that_its_client_changed_is_an_edit(old: str, new: str, path: str, streamed: bool) -> None:
+    with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "ok", template=template_of(MODELS["Qwen3"])) as case:
+        talk = Talk(case, path, tools=TOOLS[path])
+        talk.ask(user("Weather?"))
+        results = talk.results()
+        history = json.loads(json.dumps(talk.history).replace(old, new))
+        body = body_of(path, [*history, *results], tools=TOOLS[path], stream=streamed)
+        httpx.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+        assert case.turns[1].fork is ForkReason.EDITED_HISTORY
+        answer = prompts(case)[1].rpartition("<|im_start|>user\nWeather?")[2]
+        assert old not in answer
+        assert new in answer
+        trained_once(case.turns, case.segments)
+
+
 HOSTILE = ['"\\ud800"', '{"a": ["\\udc00 x"]}', "123456789012345678901234567890", "-98765432109876543210", "NaN"]
 HOSTILE += ["9007199254740993", "[1e22, 1e-7, 1e300]", "1" + "0" * 309]
 
