@@ -24,14 +24,12 @@ DEFAULT_AGENT = "agl_slime.cli.demo.agent:LookupAgent"
 _MODULE_ATTRIBUTES = ("make_task", "demonstrations")
 
 
-def split_agent(path: str) -> tuple[str, str]:
-    """Module or file, and class, of ``module:Class`` or ``path/to/file.py:Class``. Raises ``ConfigError``."""
+def split_agent(path: str, *, flag: str = "--agent") -> tuple[str, str]:
+    """Module or file, and name, of ``module:Name`` or ``path/to/file.py:Name``. Raises ``ConfigError``."""
     source, _, name = path.rpartition(":")
     is_module = all(part.isidentifier() for part in source.split("."))
     if not name.isidentifier() or not (is_module or source.endswith(".py")):
-        raise ConfigError(
-            f"--agent {path}: expected module:Class or path/to/file.py:Class, for example {DEFAULT_AGENT}"
-        )
+        raise ConfigError(f"{flag} {path}: expected module:Name or path/to/file.py:Name")
     return source, name
 
 
@@ -157,6 +155,14 @@ def _imported(source: str) -> ModuleType:
         else:
             why = f"{source} needs the module {missing!r}, which is not installed"
         raise ConfigError(why) from error
+
+
+def load_function(path: str, *, flag: str) -> Callable[..., Any]:
+    """The function that a flag names, as ``load_agent`` finds agents. Raises ``ConfigError``."""
+    source, name = split_agent(path, flag=flag)
+    if not callable(function := getattr(_imported_or_refused(source, f"{flag} {path}"), name, None)):
+        raise ConfigError(f"{flag} {path}: {source} has no function {name}")
+    return function
 
 
 def agent_module(path: str) -> ModuleType:

@@ -198,11 +198,10 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def config_values(config: TrainConfig) -> dict[str, Any]:
     """The settings as ``read_config`` reads them from JSON, which has no infinity, in any directory."""
-    values: dict[str, Any] = {**flat_values(config), "local": asdict(config.local)}
-    source, colon, name = (config.agent, "", "") if config.agent.endswith(".py") else config.agent.rpartition(":")
+    local = {**asdict(config.local), "loss": _absolute_name(config.local.loss)}
+    values: dict[str, Any] = {**flat_values(config), "local": local}
     if config.runners != "controller":  # which imports modules alone
-        file = source if source.endswith(".py") else f"{source}.py"
-        values["agent"] = f"{_absolute(file)}{colon}{name}" if os.path.exists(file) else config.agent
+        values["agent"] = _absolute_name(config.agent)
     for name, value in values.items():
         if isinstance(value, Path) and not (name == "eval_tasks" and config.environment.name):  # a split's name
             values[name] = _absolute(value)
@@ -212,6 +211,13 @@ def config_values(config: TrainConfig) -> dict[str, Any]:
         for before, argument in zip(("", *config.environment.arguments), config.environment.arguments, strict=False)
     )
     return _without_infinity(values)
+
+
+def _absolute_name(path: str) -> str:
+    """``path/to/file.py:Name`` with the absolute path of the file, also of ``module:Name`` in the working directory."""
+    source, colon, name = (path, "", "") if path.endswith(".py") else path.rpartition(":")
+    file = source if source.endswith(".py") else f"{source}.py"
+    return f"{_absolute(file)}{colon}{name}" if os.path.exists(file) else path
 
 
 def _absolute(path: str | Path) -> Path:

@@ -142,13 +142,13 @@ def test_the_wheel_holds_this_package_and_nothing_else(tmp_path: Path) -> None:
         ("agent_under_test:NeedsArguments", "cannot be made without arguments"),
         ("agent_under_test:Raises", "RuntimeError: no license found (agent_under_test.py, line 17)"),
         ("agent_under_test:TypeErrorInside", "object of type 'int' has no len()"),
-        ("agent_under_test", "module:Class"),
-        (".relative:Good", "module:Class"),
+        ("agent_under_test", "module:Name"),
+        (".relative:Good", "module:Name"),
         ("no_such_file.py:Good", "there is no file no_such_file.py"),
         ("agent_under_test.py:Goood", "has no class or agent 'Goood'; it has Good"),
         ("agent_opens.py:Good", "'/no/such/data'"),
         ("./agent_raises.py:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
-        ("agent_package/inner:Agent", "path/to/file.py:Class"),
+        ("agent_package/inner:Agent", "path/to/file.py:Name"),
     ],
 )
 def test_unloadable_agent_is_an_error_in_one_sentence(path: str, sentence: str, here: Path) -> None:

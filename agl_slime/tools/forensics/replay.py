@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tyro
 
-from agl_slime.agent.loading import agent_module, split_agent
+from agl_slime.agent.loading import load_function
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
@@ -53,7 +53,7 @@ class ReplayConfig:
     advantages: Advantages | None = None
     """Other advantages: the reward minus the mean of the prompt's rollouts (mean), also over their standard deviation
     (std), or the reward."""
-    loss: Literal["ppo", "gspo", "cispo"] | None = None
+    loss: str | None = None
     """Another --local.loss, or --advantage-estimator of slime's."""
     clip: float | None = None
     """Another --local.clip, or --eps-clip of slime's."""
@@ -300,12 +300,7 @@ def judge_of(config: ReplayConfig, rollouts: Sequence[str]) -> Any:
     ``--without`` is not in the step, which has ``rollouts``."""
     if missing := [one for one in config.without if one not in rollouts]:
         raise ConfigError(f"--without {missing[0]}: step {config.step} did not train on this rollout")
-    if config.reward is None:
-        return None
-    module, name = agent_module(config.reward), split_agent(config.reward)[1]
-    if not callable(judge := getattr(module, name, None)):
-        raise ConfigError(f"--reward {config.reward}: the file has no function {name}")
-    return judge
+    return None if config.reward is None else load_function(config.reward, flag="--reward")
 
 
 def _settings(run: RunDir) -> dict[str, Any]:

@@ -6,12 +6,16 @@ aggregation, so the sum may be split in any way.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from agl_slime.agent.loading import load_function
+from agl_slime.errors import TrainerError, format_exception
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 MAX_STALENESS = 4
@@ -103,6 +107,33 @@ def weighted_terms(
     ratio = _ratio(log_probs, old_log_probs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high).detach()
     return PolicyTerms(loss=-weight * advantages * log_probs, ratio=ratio, clipped=(weight != ratio).to(ratio.dtype))
+
+
+@functools.cache
+def policy_loss(name: str) -> Callable[..., PolicyTerms]:
+    """The terms of the loss ``name``: "ppo", "cispo", or a user's function ``path/to/file.py:name`` with the
+    arguments of ``policy_terms``, which returns the loss ``[N]`` or ``PolicyTerms``. Raises ``ConfigError``
+    without such a function."""
+    if name in ("ppo", "cispo"):
+        return policy_terms if name == "ppo" else weighted_terms
+    function = load_function(name, flag="--local.loss")
+
+    def user_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **bounds: float) -> PolicyTerms:
+        try:
+            terms = function(log_probs, old_log_probs, advantages, **bounds)
+        except Exception as error:
+            raise TrainerError(f"--local.loss {name} failed with {format_exception(error)}") from error
+        loss = terms.loss if isinstance(terms, PolicyTerms) else terms
+        if not isinstance(loss, Tensor) or loss.shape != log_probs.shape:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainerError(
+                f"--local.loss {name} returned {shape}; return a loss per token, {list(log_probs.shape)}"
+            )
+        if isinstance(terms, PolicyTerms):
+            return terms
+        return PolicyTerms(loss=loss, ratio=_ratio(log_probs, old_log_probs), clipped=torch.zeros_like(log_probs))
+
+    return user_terms
 
 
 def sequence_means(values: Tensor, rollouts: Tensor) -> Tensor:
@@ -260,8 +291,7 @@ class Objective:
             assert self.sequence_log_ratios is not None
             means = self.sequence_log_ratios[index]
             return sequence_terms(log_probs, old, self.advantages[index], sequence_log_ratios=means, **bounds)
-        terms = weighted_terms if self.settings.loss == "cispo" else policy_terms
-        return terms(log_probs, old, self.advantages[index], **bounds)
+        return policy_loss(self.settings.loss)(log_probs, old, self.advantages[index], **bounds)
 
     def metrics(self) -> dict[str, float]:
         """Means over the tokens of all calls of ``loss``; with ``/staleness_k`` over tokens of staleness ``k``

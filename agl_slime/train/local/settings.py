@@ -50,9 +50,10 @@ class LocalTrainerSettings:
     """Passes over each batch."""
     kl_coef: float = 0.0
     """Coefficient of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    loss: str = "ppo"
     """Policy loss: ppo (the ratio of each token, clipped), gspo (the ratio of the rollout, clipped; its clip ranges are
-    some 0.0003), or cispo (the clipped ratio as a weight; clip 1 for no lower bound)."""
+    some 0.0003), cispo (the clipped ratio as a weight; clip 1 for no lower bound), or path/to/file.py:function, with
+    the arguments of ``agl_slime.train.local.loss.policy_terms`` and one loss per token as result."""
     aggregation: Literal["token", "rollout", "constant"] = "token"
     """Loss aggregation: every token weighs the same, every rollout (slime's default), or every token of max_response
     (Dr. GRPO, with no-std-normalization)."""
@@ -108,7 +109,7 @@ class LocalTrainerSettings:
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("clip_high", lambda value: value > 0, "above 0"),
-            ("loss", lambda value: value in ("ppo", "gspo", "cispo"), "'ppo', 'gspo' or 'cispo'"),
+            ("loss", lambda name: name in ("ppo", "gspo", "cispo") or ":" in name, "ppo, gspo, cispo or FILE.py:NAME"),
             ("aggregation", ("token", "rollout", "constant").__contains__, "'token', 'rollout' or 'constant'"),
             ("max_response overlong_buffer", lambda value: value >= 0, "at least 0"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),

@@ -34,6 +34,7 @@ from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_t
 from agl_slime.train.local.loss import (
     Objective,
     keep_nucleus,
+    policy_loss,
     sequence_means,
     teacher_advantages,
     token_entropy,
@@ -94,6 +95,8 @@ class LocalTrainer:
         LoRA.
         """
         self.settings = settings or LocalTrainerSettings()
+        if self.settings.loss != "gspo":
+            policy_loss(self.settings.loss)  # a missing function is an error before the first rollout
         self._temperature, self._seed = temperature, seed
         self._teacher_coef, self._teacher_alone = teacher_coef, teacher_alone
         self._torch_threads: int | Literal["auto"] | None = torch_threads

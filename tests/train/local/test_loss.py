@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -13,9 +15,11 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from agl_slime.data.normalize import overlong_penalty  # noqa: E402
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.train.local.loss import (  # noqa: E402
     Objective,
     kl_k3,
+    policy_loss,
     policy_terms,
     token_entropy,
     token_log_probs,
@@ -134,3 +138,28 @@ def test_the_overlong_penalty_is_dapos(n_tokens: int, longest: int, data: st.Dat
         expected = -1.0
     assert overlong_penalty(n_tokens, longest=longest, buffer=buffer) == pytest.approx(expected, abs=1e-12)
     assert overlong_penalty(n_tokens, longest=longest, buffer=0) == 0.0
+
+
+def test_a_loss_by_path_is_the_users_own_and_its_errors_are_typed(tmp_path: Path):
+    """The function is docs/trainer.md's own."""
+    page = (Path(__file__).parents[3] / "docs/trainer.md").read_text()
+    (example,) = re.findall(r"```python\n# my_loss\.py\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        f"{example}\n\ndef mean(log_probs, *_, **__):\n    return log_probs.mean()\n\ndef broken():\n    pass\n"
+    )
+    new = doubles(0.0, 0.0, -1.0).requires_grad_()
+    old, advantages, bounds = doubles(-1.5, -1.5, -1.0), doubles(-1.0, 1.0, 2.0), {"clip_low": 0.2, "clip_high": 0.2}
+    terms = policy_loss(f"{file}:dual_clip")(new, old, advantages, **bounds)
+    plain = policy_terms(new, old, advantages, **bounds)
+    assert terms.loss.tolist() == pytest.approx([3.0, -1.2, -2.0])  # of exp(1.5), 4.48, the first is bounded by 3
+    assert plain.loss.tolist() == pytest.approx([math.exp(1.5), -1.2, -2.0])
+    assert torch.equal(terms.ratio, plain.ratio)
+    terms.loss.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, -2.0])
+    for name, problem in (("mean", "returned []; return a loss per token, [3]"), ("broken", "failed with TypeError")):
+        with pytest.raises(TrainerError, match=re.escape(problem)):
+            policy_loss(f"{file}:{name}")(new, old, advantages, **bounds)
+    with pytest.raises(ConfigError, match="has no function absent"):
+        policy_loss(f"{file}:absent")
