@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 import tyro
@@ -64,7 +65,7 @@ COMMANDS = {
 }
 """The commands by name, each with a description and its function, which is imported when it is asked for. A
 function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a
-signal."""
+signal. Packages add theirs as entry points of the group ``agl_slime.commands``."""
 
 _SERVERS = ("buffer", "gateway", "record")  # handle signals and errors themselves, and return an exit code
 
@@ -72,7 +73,8 @@ _SERVERS = ("buffer", "gateway", "record")  # handle signals and errors themselv
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        listed = "\n".join(f"  {name:<18} {text}" for name, (text, _) in COMMANDS.items())
+        installed = {point.name: (f"by {point.value}", "") for point in entry_points(group="agl_slime.commands")}
+        listed = "\n".join(f"  {name:<18} {text}" for name, (text, _) in {**installed, **COMMANDS}.items())
         print_line(f"usage: agl-slime COMMAND [flags]\n\n{listed}")
         return 0
     command, *rest = arguments
@@ -88,14 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code_for(error, PlainConsole(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         return _run_command(partial(_train, rest) if command == "train" else partial(_call, command, rest))
+    if point := next(iter(entry_points(group="agl_slime.commands", name=command)), None):
+        return _run_command(lambda: _call_function(point.load(), command, rest))
     print_line(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", to=sys.stderr)
     return 2
 
 
 def _call(command: str, arguments: list[str]) -> Any:
     module, _, name = COMMANDS[command][1].partition(":")
-    function = getattr(import_module(f"agl_slime.{module}"), name)
-    result = function(arguments) if name == "main" else tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
+    return _call_function(getattr(import_module(f"agl_slime.{module}"), name), command, arguments)
+
+
+def _call_function(function: Callable[..., Any], command: str, arguments: list[str]) -> Any:
+    is_main = function.__name__ == "main"
+    result = function(arguments) if is_main else tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
     return _run_until_signal(result) if asyncio.iscoroutine(result) else result
 
 
