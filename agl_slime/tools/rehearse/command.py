@@ -196,7 +196,7 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
+    """The command. Raises ``ConfigError`` for flags that cannot be used, ``AglSlimeError`` where the script breaks."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
     if min(config.nodes, config.gpus_per_node) < 1:
@@ -216,3 +216,5 @@ def main(arguments: list[str]) -> None:
         for line in lines:
             print_line(line)
         print_line(f"Written to {run.path}: agl-slime report {run.path}")
+    if broken := sum(finding.level == "breaks" for finding in rehearsal.findings):
+        raise AglSlimeError(f"{config.script} would break: {broken} of the findings above")
