@@ -10,6 +10,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call, CallResult, Choice, json_constraint, number, strings
 from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_of
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
+from agl_slime.gateway.files import text_of_uri
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
@@ -223,10 +224,13 @@ def _text(block: Any, where: str, loaded: Loaded) -> Any:
     if kind == "document":
         source = block.get("source")
         form = source.get("type") if isinstance(source, Mapping) else None
-        if not isinstance(source, Mapping) or form not in ("text", "content"):
+        if not isinstance(source, Mapping) or form not in ("text", "content", "base64"):
             message = f"{where}.source: a document of type {form!r:.40} is not read; types text and content are"
             raise GatewayRequestError(message, param=where)
-        text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
+        if form == "base64":
+            text = text_of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{where}.source")
+        else:
+            text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
         return _as_text(block.get("title"), block.get("context"), text)
     if kind == "tool_reference":
         name = block.get("tool_name")

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway import files
 from agl_slime.gateway.images import joined
 
 Message = dict[str, Any]
@@ -118,9 +119,11 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
             texts.append(part)
         elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key), str):
             texts.append(part[key])
+        elif isinstance(part, Mapping) and str(kind) in files.KINDS:
+            texts.append(files.file_text(part, where))
         else:
             unread = f"a part of type {kind!r}" if kind else type(part).__name__
-            message = f"{where} has {unread}; texts are read, and images of users and tools"
+            message = f"{where} has {unread}; texts are read, files of text, and images of users and tools"
             raise GatewayRequestError(message, param=where)
     return joined(texts, join)
 

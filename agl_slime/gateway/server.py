@@ -37,7 +37,7 @@ from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_con
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.vllm import Generate, Tokenize
 from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
-from agl_slime.support.http import json_response, listening, read_body
+from agl_slime.support.http import json_response, listening, read_body, whole_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import http_url, public_host, same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
@@ -306,7 +306,7 @@ class Gateway:
             served = ", ".join(f"/v1{path}" for path in sorted(SERVED_PATHS))
             message = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(message, status=404, code="unknown_url")
-        body = attempt.bodies.look(request.path, await request.read())
+        body = attempt.bodies.look(request.path, await whole_body(request))
         attempt.admit(body.key)
         try:
             return await self._respond(request, body, protocol, attempt, role)

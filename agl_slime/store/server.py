@@ -6,8 +6,8 @@
 - ``POST /agl_slime/v1/batch``: many calls in one request.
 - ``POST /agl_slime/v1/plan`` with ``{"step"}``: the plan of a training step, one rollout of each of its groups.
 
-A body of more than 512 MB gets 413 on any route, one without a Content-Length 411. Other requests are served while a
-large one is executed.
+A body of more than 512 MB, sent or decompressed, gets 413 on any route, one without a Content-Length 411. Other
+requests are served while a large one is executed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ import orjson
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
-from agl_slime.support.http import INLINE_PARSE_BYTES
+from agl_slime.support.http import INLINE_PARSE_BYTES, decompressed, encoding_of, encoding_refusal
 from agl_slime.support.net import has_token, page_refusal, public_host, require_local_address, require_token
 from agl_slime.support.threads import run_blocking, run_in_thread
 
@@ -166,11 +168,48 @@ class StoreService:
             if "transfer-encoding" in request.headers:  # its size would be known after it was read
                 return JSONResponse({"detail": "the body is chunked: send it with a Content-Length"}, status_code=411)
             if int(request.headers.get("content-length", 0)) > _MAX_BODY:
-                detail = f"the body is larger than {_MAX_BODY} bytes; send less in one request"
-                return JSONResponse({"detail": detail}, status_code=413)
+                return _too_large()
+            if (detail := encoding_refusal(encoding_of(request.headers))) is not None:
+                return JSONResponse({"detail": detail}, status_code=415)
             return await call_next(request)
 
+        app.add_middleware(_PlainBodies)
         app.middleware("http")(admit)
+
+
+class _PlainBodies:
+    """Decompresses bodies: Agent Lightning's routes read gzip of any size, and no other encoding."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = encoding_of(Headers(scope=scope)) if scope["type"] == "http" else "identity"
+        if encoding == "identity":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await decompressed(await Request(scope, receive).body(), encoding, most=_MAX_BODY)
+        except (ClientDisconnect, ValueError) as error:
+            detail = f"the body cannot be read: {error or 'the connection ended'}"
+            await JSONResponse({"detail": detail}, status_code=400)(scope, receive, send)
+            return
+        if body is None:
+            await _too_large()(scope, receive, send)
+            return
+        encoded = (b"content-encoding", b"content-length")
+        headers = [(name, value) for name, value in scope["headers"] if name not in encoded]
+        messages: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def receive_plain() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app({**scope, "headers": headers}, receive_plain, send)
+
+
+def _too_large() -> JSONResponse:
+    detail = f"the body is larger than {_MAX_BODY} bytes; send less in one request"
+    return JSONResponse({"detail": detail}, status_code=413)
 
 
 @contextmanager

@@ -8,8 +8,11 @@ import logging
 import math
 import re
 import signal
+import sys
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any, TypeVar
 
 import aiohttp
@@ -69,8 +72,8 @@ async def listening(
     ``options`` go to ``web.AppRunner``.
 
     Requests that web pages make a browser send are refused (``net.page_refusal``); the Host is checked on loopback
-    without a ``token``, which ``app`` itself requires. Compressed bodies are refused, because a small one may expand to
-    gigabytes. A connection is closed when it sends no request within ``stalled_s``, or less than 1 kB/s of a body.
+    without a ``token``, which ``app`` itself requires. ``whole_body`` reads bodies. A connection is closed when it
+    sends no request within ``stalled_s``, or less than 1 kB/s of a body.
     """
     if not 0 <= port <= 65_535:
         raise ConfigError(f"port must be from 0, which takes a free one, to 65535, got {port}")
@@ -100,13 +103,17 @@ class _Guard:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal, status = page_refusal(request.headers, request.path, check_host=self._check_host), 403
-        if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
-            refusal, status = "the body is compressed: send it as it is", 415
-        if refusal is not None:  # with the fields of every server's errors
-            return json_response({"success": False, "message": refusal, "error": {"message": refusal}}, status=status)
-        if not request.content.is_eof():
-            self._watch(request, 0)
-        return await handler(request)
+        if refusal is None and (refusal := encoding_refusal(encoding_of(request.headers))) is not None:
+            status = 415
+        if refusal is None:
+            if not request.content.is_eof():
+                self._watch(request, 0)
+            try:
+                return await handler(request)
+            except web.RequestPayloadError as error:
+                refusal, status = f"the body cannot be read: {error}", 400
+        # with the fields of every server's errors
+        return json_response({"success": False, "message": refusal, "error": {"message": refusal}}, status=status)
 
     def _watch(self, request: web.Request, received: int) -> None:
         """Close the connection if its body progresses too slowly after ``received`` bytes."""
@@ -132,8 +139,62 @@ def stop_signal() -> asyncio.Event:
 
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     """Parse the body; a large one in a thread."""
-    raw = await request.read()
+    raw = await whole_body(request)
     return parse(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(parse, raw)
+
+
+async def whole_body(request: web.Request) -> bytes:
+    """The body, decompressed. ``client_max_size`` limits the body as it is sent, and its content."""
+    try:
+        body = await decompressed(await request.read(), encoding_of(request.headers), most=request.client_max_size)
+    except ValueError as error:
+        raise web.RequestPayloadError(str(error)) from error
+    if body is None:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+    return body
+
+
+def encoding_of(headers: Mapping[str, str]) -> str:
+    """The Content-Encoding of a request, whose ``headers`` ignore case."""
+    return headers.get("Content-Encoding", "").lower().removeprefix("x-") or "identity"
+
+
+def encoding_refusal(encoding: str) -> str | None:
+    """The reason to refuse a body of this Content-Encoding with 415; ``None`` where ``decompressed`` reads it."""
+    if encoding in ("identity", "gzip", "deflate") or (encoding == "zstd" and _zstd() is not None):
+        return None
+    zstd = "; zstd is with Python 3.14 or the package backports.zstd" if encoding == "zstd" else ""
+    return f"Content-Encoding {encoding!r:.40} is not read here: send gzip, deflate, or the body as it is{zstd}"
+
+
+async def decompressed(raw: bytes, encoding: str, *, most: int) -> bytes | None:
+    """The content of a body; ``None`` if it has more than ``most`` bytes, of which no more are decompressed. Raises
+    ``ValueError`` for a broken or incomplete stream."""
+    if encoding == "identity" or not raw:
+        return raw
+    if encoding == "zstd":
+        stream = _zstd()
+    elif encoding == "deflate":  # with zlib's header, or bare as some clients send it
+        stream = zlib.decompressobj(zlib.MAX_WBITS if raw[0] & 15 == 8 else -zlib.MAX_WBITS)
+    else:
+        stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    try:
+        content = await run_in_thread(stream.decompress, raw, most + 1)
+    except Exception as error:  # zstd's class depends on its library
+        raise ValueError(f"it is no {encoding}: {error}") from error
+    if len(content) > most:
+        return None
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"it is {'more than one' if stream.eof else 'no whole'} {encoding} stream")
+    return content
+
+
+def _zstd() -> Any:
+    """A decompressor of zstd; ``None`` where Python has none."""
+    try:
+        return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd").ZstdDecompressor()
+    except ImportError:
+        return None
 
 
 def parse_json(raw: bytes) -> Any:

@@ -140,9 +140,22 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("completions", {"prompt": "a", "echo": True}, ("echo",)),
     *(("completions", {"prompt": prompt}, ("prompt",)) for prompt in ([-1], [2**31], [True], [[1], [2]], "", [], 1)),
 ]
+FILES: list[tuple[dict[str, Any], str]] = [
+    ({"file_data": "data:application/pdf;base64,eA=="}, "'application/pdf'"),
+    ({"file_data": "eA==", "filename": "a.pdf"}, "'application/pdf'"),
+    ({"file_data": "eA=="}, "'unknown'"),
+    ({"file_data": "data:text/plain;charset=latin1;base64,eA=="}, "charset=latin1"),
+    ({"file_data": "data:text/plain;base64,e"}, "not text in UTF-8"),
+    ({"file_data": "data:text/plain;base64,/w=="}, "not text in UTF-8"),
+    *(({name: "x"}, "without file_data: send data:text/plain;base64") for name in ("file_id", "file_url")),
+]
 ITEMS = ("telepathy", "image_generation_call", "computer_call")
 BLOCKS = [
-    ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "'base64'"),
+    (
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}},
+        "application/pdf",
+    ),
+    ({"type": "document", "source": {"type": "url", "url": "http://x"}}, "'url'"),
     ({"type": "container_upload", "file_id": "x"}, "container_upload"),
     ({"type": "telepathy"}, "telepathy"),
     ({"type": "telepathy_tool_result", "tool_use_id": "x"}, "telepathy_tool_result"),
@@ -158,6 +171,8 @@ UNSUPPORTED = [
     *FIELDS,
     *(("responses", {"input": [*HELLO, {"type": kind}]}, (kind,)) for kind in ITEMS),
     *(("messages", {"max_tokens": 9, "messages": [user([block])]}, (k, "messages.0.content")) for block, k in BLOCKS),
+    *(("responses", {"input": [user([{"type": "input_file", **file}])]}, (word,)) for file, word in FILES),
+    *(("chat/completions", {"messages": [user([{"type": "file", "file": file}])]}, (word,)) for file, word in FILES),
     *(("responses", {"input": "x", "tools": [{"type": kind}]}, (kind, "tools[0]")) for kind in OPENAIS_TOOLS),
     *(("chat/completions", {"messages": HELLO, "tools": [{"type": k}]}, (k, "tools[0]")) for k in OPENAIS_TOOLS),
     *(

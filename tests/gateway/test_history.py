@@ -47,15 +47,27 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
         {"type": "document", "title": "T", "context": "C", "source": {"type": "content", "content": [TEXT]}},
         "T\nC\nwords",
     ),
+    ({"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "d29yZHM="}}, "words"),
+]
+FILES = [
+    ({"file_data": "data:text/plain;base64,d29yZHM=", "filename": "a.txt"}, "a.txt\nwords"),
+    ({"file_data": "data:text/csv;charset=UTF-8;base64,d29yZHM="}, "words"),
+    ({"file_data": "data:text/plain,two%20words"}, "two words"),
+    ({"file_data": "d29yZHM=", "filename": "a.csv"}, "a.csv\nwords"),
+]
+HAVE_TEXT = [
+    *(("messages", block, text) for block, text in BLOCKS),
+    *(("responses", {"type": "input_file", **file}, text) for file, text in FILES),
+    *(("chat/completions", {"type": "file", "file": file}, text) for file, text in FILES),
 ]
 
 
-def test_blocks_that_have_text_are_read_as_it() -> None:
+def test_blocks_and_files_that_have_text_are_read_as_it() -> None:
     with serving("ok") as case:
-        for block, text in BLOCKS:
-            messages = [user([block, {"type": "text", "text": "?"}]), *called("messages", "read", [block])]
-            post(case, "messages", **body_of("messages", messages))
-            assert f"<|im_start|>user\n{text}\n?<|im_end|>" in prompts(case)[-1]
+        for path, block, text in HAVE_TEXT:
+            messages = [user([block, {"type": "text", "text": "?"}]), *called(path, "read", [block], arguments={})]
+            post(case, path, **body_of(path, messages))
+            assert f"<|im_start|>user\n{text}{chr(10) if path == 'messages' else ' '}?<|im_end|>" in prompts(case)[-1]
             assert f"<|im_start|>tool\n{text}<|im_end|>" in prompts(case)[-1]
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import sys
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,8 +27,10 @@ from agl_slime.report.view import serving
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FEED_PATH
 from agl_slime.store.server import BATCH_PATH, StoreService
-from agl_slime.support.http import ask, listening
+from agl_slime.support.agl import LLM
+from agl_slime.support.http import ask, decompressed, encoding_refusal, listening
 from agl_slime.support.net import has_token, is_loopback, require_token, shown_url
+from agl_slime.tools.record.recorder import RecordGateway
 from tests.harness.report_runs import write_run
 
 SERVERS = ("engine", "buffer", "gateway", "view")
@@ -34,12 +41,16 @@ async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[s
     if request.param == "engine":
         yield request.getfixturevalue("embedded_engine")
     elif request.param == "buffer":
-        async with BufferServer(settings=BufferSettings(port=0, input_dir=(tmp_path,))) as server:
+        async with BufferServer(settings=BufferSettings(port=0, input_dir=(tmp_path,), max_body_mb=8)) as server:
             yield server.url
     elif request.param == "gateway":
         with Gateway() as gateway:
             yield gateway.url
+    elif request.param == "recorder":
+        with RecordGateway(directory=tmp_path, llm=LLM(endpoint="http://unset", model="m")) as recorder:
+            yield recorder.rollouts_url.removesuffix("/rollouts")
     elif request.param == "store":
+        request.getfixturevalue("monkeypatch").setattr("agl_slime.store.server._MAX_BODY", 2**23)
         with StoreService(store=BridgeStore()) as service:
             yield service.url
     else:
@@ -109,13 +120,60 @@ async def test_malformed_hosts_are_answered_and_all_names_of_this_machine_served
             assert await status_of(url, b"GET /nothing HTTP/1.0", *lines) in (401, 404)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br"])
-async def test_a_compressed_body_is_refused_and_not_unpacked(url: str, encoding: str) -> None:
+READ = {  # requests whose answer depends on their body
+    "engine": ("/v1/detokenize", b'{"tokens": [5]}'),
+    "buffer": ("/get_rollout_data", b'{"task_type": "nobody\'s"}'),
+    "recorder": ("/rollouts", b'{"metadata": 5}'),
+    "store": (BATCH_PATH, b'{"calls": [5]}'),
+}
+BITS = {"gzip": 31, "X-GZIP": 31, "deflate": 15, "Deflate": -15}  # of zlib; some clients send deflate without a header
+BLOCK = zlib.compressobj(9, wbits=-15)
+BOMB = gzip.compress(b"")[:10] + (BLOCK.compress(bytes(2**20)) + BLOCK.flush(zlib.Z_FULL_FLUSH)) * 1024
+
+
+@pytest.mark.parametrize("url", READ, indirect=True)
+async def test_a_compressed_body_is_read_up_to_the_limit(url: str, request: pytest.FixtureRequest) -> None:
+    path, body = READ[request.node.callspec.params["url"]]
     async with aiohttp.ClientSession() as session:
-        for body in (gzip.compress(bytes(10_000_000)), b"junk"):
-            async with session.post(f"{url}/generate", data=body, headers={"Content-Encoding": encoding}) as answer:
-                assert answer.status == 415
-                assert "compressed" in (await answer.json())["message"]
+
+        async def sent(content: bytes, encoding: str) -> tuple[int, str]:
+            async with session.post(url + path, data=content, headers={"Content-Encoding": encoding}) as answer:
+                return answer.status, await answer.text()
+
+        plain = await sent(body, "identity")
+        assert plain != await sent(b"", "gzip")
+        for encoding, bits in BITS.items():
+            packed = zlib.compress(body, wbits=bits)
+            assert await sent(packed, encoding) == plain, encoding
+            for broken in (packed[:-3], packed[:4] + b"junk", packed * 2, b"{}"):
+                status, text = await sent(broken, encoding)
+                assert (status, "the body cannot be read: it is " in text or "could not be read" in text) == (400, True)
+        tracemalloc.start()
+        try:
+            assert (await sent(BOMB, "gzip"))[0] == 413
+            assert tracemalloc.get_traced_memory()[1] < 4 * 2**23
+        finally:
+            tracemalloc.stop()
+        for encoding in ("br", "gzip, gzip", "compress"):
+            status, text = await sent(body, encoding)
+            assert (status, "send gzip, deflate, or the body as it is" in text) == (415, True)
+        assert await sent(body, "identity") == plain
+
+
+async def test_zstd_is_read_where_python_has_it() -> None:
+    library = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    if find_spec(library.partition(".")[0]) is None:
+        refusal = encoding_refusal("zstd")
+        assert refusal is not None
+        assert "backports.zstd" in refusal
+        return
+    packed = import_module(library).compress(b"{}")
+    assert encoding_refusal("zstd") is None
+    assert await decompressed(packed, "zstd", most=9) == b"{}"
+    assert await decompressed(packed, "zstd", most=1) is None
+    for broken in (packed[:-1], packed * 2, b"junk"):
+        with pytest.raises(ValueError, match="zstd"):
+            await decompressed(broken, "zstd", most=9)
 
 
 # -- stalled clients -------------------------------------------------------------------------------------------------

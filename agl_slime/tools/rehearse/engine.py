@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agl_slime.support.http import listening, stop_signal
+from agl_slime.support.http import listening, read_body, stop_signal
 from agl_slime.tools.rehearse.forecast import Decoder, Shape, Speeds
 
 REQUEST = "AGL_SLIME_REHEARSAL"
@@ -101,7 +101,7 @@ def make_app(engine: Engine) -> web.Application:
     calls = {"/pause_generation": engine.pause, "/continue_generation": engine.resume, "/abort_request": engine.abort}
 
     async def handle(request: web.Request) -> web.Response:
-        body = await request.json() if request.can_read_body else {}
+        body = await read_body(request, lambda raw: json.loads(raw or b"{}"))
         if (path := request.path) == "/generate":
             return web.json_response(await engine.generate(body))
         if path in calls:
