@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import adapt_step_function
 from agl_slime.loop.metrics import collect_metrics
 from agl_slime.loop.settings import LoopSettings
-from tests.harness.loop import HelloAgent, LoopCase
+from agl_slime.support.agl_types import LLM
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 from tests.harness.scripted_engine import ScriptedEngine
+from tests.harness.tokenizers import small_tokenizer
 
 
 class Steps:
@@ -101,3 +105,24 @@ def test_a_first_batch_is_tried_again_only_when_a_controller_lost_it(
     else:
         with pytest.raises(LoopError, match=error):
             judged.pause_after(1, batch)
+
+
+def test_the_programs_of_the_readme_run_as_printed(tmp_path: Path) -> None:
+    """The agent, and the loop around it; two iterations in place of fifty."""
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    agent, program = (
+        page.partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
+        for heading in ("Write your agent", "In a program")
+    )
+    batches: list[list[Any]] = []
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    names: dict[str, Any] = {"tokenizer": tokenizer, "train_on": batches.append, "push_weights": str}
+    exec(agent, names)
+    names["tasks"] = [names["MyAgent"]().make_task(random.Random(seed)) for seed in range(40)]
+    with hello_engine() as engine:
+        names["llm"] = LLM(endpoint=engine.url, model=str(tmp_path), sampling_parameters={"max_new_tokens": 8})
+        exec(program.replace("num_iterations=50", "num_iterations=2"), names)
+    names["source"].stop()
+    assert [[len(group) for group in batch] for batch in batches] == [[8] * 16] * 2
+    assert {sample.reward for batch in batches for group in batch for sample in group} == {0.0}
