@@ -11,7 +11,7 @@ from agl_slime.gateway.calls import Call, CallResult, Choice, json_constraint, n
 from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_of
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
 from agl_slime.gateway.files import text_of_uri
-from agl_slime.gateway.messages import Message, read_messages, text_of
+from agl_slime.gateway.messages import Message, read_messages, system_text, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _IMPOSED = ("temperature", "top_p", "top_k")
@@ -36,14 +36,13 @@ class AnthropicMessages(Protocol):
         self.check_fields(body)
         if body.get("max_tokens") is None and not self.counts_only:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
-        system = body.get("system")
-        first = [{"role": "system", "content": text_of(system, "system", join="\n")}] if system else []
+        system = system_text(body.get("system") or "", "system", join="\n")
         given = body.get("messages")
         if not isinstance(given, list) or not given:
             raise GatewayRequestError("messages: at least one message is required", param="messages")
         tools = _tools(body.get("tools"))
         return Call(
-            messages=[*(read_messages(first) if first else ()), *_messages(given, tools.loaded)],
+            messages=[*([{"role": "system", "content": system}] if system else ()), *_messages(given, tools.loaded)],
             model=str(body.get("model") or ""),
             tools=tools.shown,
             loaded=tools.loaded,

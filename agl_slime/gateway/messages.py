@@ -21,6 +21,11 @@ Message = dict[str, Any]
 _ROLES = {"developer": "system", "function": "tool"}
 _TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_TRANSPORT = {
+    # with a hash of the request in 2.1.117; CLAUDE_CODE_ATTRIBUTION_HEADER=0 leaves it out
+    "Claude Code": re.compile(r"\Ax-anthropic-billing-header:(?: \w+=[^;\n]*;)*[\n ]?"),
+}
+"""By client, the text that it puts before the system prompt for its vendor's server."""
 _END_OF_THINKING = "</think>"
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _UNREADABLE = re.compile(f"{HALF_A_CHARACTER.pattern}|NaN|Infinity")
@@ -45,7 +50,8 @@ def _read(message: Any, where: str) -> Message:
         roles = "system, developer, user, assistant or tool"
         raise GatewayRequestError(f"{where}.role must be {roles}, got {given!r}", param=f"{where}.role")
     join = "" if role == "assistant" else " "
-    read: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content", join=join)}
+    text = system_text if role == "system" else text_of
+    read: Message = {"role": role, "content": text(message.get("content"), f"{where}.content", join=join)}
     if message.get("function_call"):
         raise GatewayRequestError(f"{where}.function_call is OpenAI's old form: send tool_calls", param=where)
     if calls := message.get("tool_calls"):
@@ -126,6 +132,14 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
             message = f"{where} has {unread}; texts are read, files of text, and images of users and tools"
             raise GatewayRequestError(message, param=where)
     return joined(texts, join)
+
+
+def system_text(content: Any, where: str, *, join: str = " ") -> str:
+    """``text_of`` a system prompt, without text that is the transport's."""
+    text = text_of(content, where, join=join)
+    for pattern in _TRANSPORT.values():
+        text = pattern.sub("", text)
+    return text
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from agl_slime.gateway.items import (
     read_tools,
     returned_arguments,
 )
-from agl_slime.gateway.messages import Message, read_messages, text_of
+from agl_slime.gateway.messages import Message, read_messages, system_text
 from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, parsed_body, sse
 from agl_slime.tokens.answer import ToolCall
 
@@ -41,8 +41,8 @@ class Responses(Protocol):
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         self.check_fields(body)
         messages: list[Message] = []
-        if instructions := body.get("instructions"):
-            messages.append({"role": "system", "content": text_of(instructions, "instructions")})
+        if instructions := system_text(body.get("instructions") or "", "instructions"):
+            messages.append({"role": "system", "content": instructions})
         store_from = len(messages)
         conversation = _conversation(body, kept)
         if previous := body.get("previous_response_id") or conversation:

@@ -11,7 +11,9 @@ import pytest
 
 from tests.gateway.protocols import (
     ANTHROPIC_TOOL,
+    CHATS,
     FUNCTION,
+    TOOLS,
     Talk,
     anthropic_client,
     assistant,
@@ -22,7 +24,7 @@ from tests.gateway.protocols import (
     response_events,
     user,
 )
-from tests.harness.gateway import CALL, CALL_TWO, calling, one_sample, post, serving
+from tests.harness.gateway import CALL, CALL_TWO, calling, one_sample, post, prompts, serving
 
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"
 
@@ -148,6 +150,28 @@ def test_the_traffic_of_a_command_line_agent() -> None:
         messages += [assistant([use]), user([result])]
         httpx.post(f"{plain}/v1/messages", json={**body, "messages": messages}, headers=headers).raise_for_status()
         one_sample(case)
+
+
+def billed(path: str, request_hash: str) -> tuple[list[Any], dict[str, Any]]:
+    """First messages and fields of a request of Claude Code 2.1.117, direct or through a proxy to another protocol."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.117.48e; cc_entrypoint=sdk-cli; cch={request_hash};"
+    parts = [{"type": "text", "text": text} for text in (header, "You are.")]
+    if path == "chat/completions":
+        return [{"role": "system", "content": parts}], {}
+    return [], {"system": parts} if path == "messages" else {"instructions": f"{header}\nYou are."}
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_a_billing_header_in_the_system_text_is_no_part_of_the_prompt(path: str) -> None:
+    with serving(CALL, "Done.") as case:
+        talk = Talk(case, path, tools=TOOLS[path])
+        for turn, request_hash in enumerate(("42224", "22e43")):
+            system, fields = billed(path, request_hash)
+            talk.history[: turn * len(system)] = system
+            talk.ask(*(talk.results() if turn else [user("Weather?")]), **fields)
+        one_sample(case)
+        assert "billing" not in prompts(case)[0]
+        assert "system\nYou are." in prompts(case)[0]
 
 
 def test_models_are_listed_and_a_wrong_path_names_the_known_ones() -> None:
