@@ -221,9 +221,10 @@ async def _load_tokenizer(config: TrainConfig, parts: RunParts, model_path: Path
     tokenizer = await run_in_thread(load_tokenizer, model_path)
     check_tokenizer(model_path, tokenizer)
     set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
-    if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.loop.seed):
-        text = f"--model-path {model_path}: without a chat template only text prompts can be sampled"
-        warnings["chat_template"] = text
+    if not has_chat_template(tokenizer):
+        raw = await uses_raw_prompts(parts, model_path, seed=config.loop.seed)
+        effect = "prompts are sampled as they are" if raw else "only text prompts can be sampled"
+        warnings["chat_template"] = f"--model-path {model_path}: without a chat template {effect}"
     if unread := await check_tools(parts, model_path, tokenizer, seed=config.loop.seed):
         warnings["tool_format"] = unread
     return tokenizer, warnings

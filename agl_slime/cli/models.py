@@ -26,8 +26,8 @@ def check_model(model: Path) -> None:
         if smollm2_directory() is None:
             require_gguf()
     elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
-        why = "there is no Hugging Face checkpoint (no config.json); leave the flag out for the tiny policy"
-        raise ConfigError(f"--model-path {model}: {why}")
+        fix = "give a directory that has one, smollm2, or a name on the hub"
+        raise ConfigError(f"--model-path {model}: there is no Hugging Face checkpoint (no config.json); {fix}")
 
 
 def check_tokenizer(model: Path, tokenizer: Any) -> None:

@@ -192,9 +192,8 @@ class ProgressReporter:
 
 
 def supports_live_view(console: Console) -> bool:
-    """Whether the terminal can move the cursor and show the bars' characters; ``NO_COLOR`` asks for plain output."""
-    plain = console.is_dumb_terminal or console.no_color
-    return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
+    """Whether the terminal can move the cursor and show the bars' characters."""
+    return console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
 
 
 def iteration_line(

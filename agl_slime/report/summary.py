@@ -250,7 +250,7 @@ class SummaryReporter:
     def _finish(self, event: RunFinished) -> None:
         self._enter("end", event.at)
         files = {label: str(output.path) for label, output in self._outputs.items() if output.path.exists()}
-        notes = [output.note for label, output in self._outputs.items() if label not in files]
+        notes = [*{output.note: None for label, output in self._outputs.items() if label not in files}]  # each once
         metrics = self._run.metrics
         steps = list(iter_jsonl(metrics)) if metrics.exists() else []
         figures = sum_up(steps)

@@ -4,6 +4,7 @@ letters: control characters and overrides of the direction of text are shown as 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -58,7 +59,11 @@ def log_to_stderr(level: int, form: str) -> None:
 
 
 class PlainConsole(rich.console.Console):
-    """Rich's console; what it renders is plain text with Rich's styles."""
+    """Rich's console; what it renders is plain text with Rich's styles, or under ``NO_COLOR`` without any code, where
+    Rich would keep bold text and spinners."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**(settings | ({"force_terminal": False} if os.environ.get("NO_COLOR") else {})))
 
     def render(self, renderable: Any, options: rich.console.ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -184,6 +184,10 @@ def test_a_terminal_that_asks_for_plain_output_gets_it(environment: dict[str, st
     assert status == 0
     assert "\x1b" not in text
     assert len(text.splitlines()) == 3
+    styled = "from agl_slime.support.terminal import PlainConsole\nconsole = PlainConsole()\n"
+    styled += "with console.status('loading'):\n    console.print('[bold]done')\n"
+    if "NO_COLOR" in environment:
+        assert on_a_terminal(styled, **environment) == (0, "done\r\n")
 
 
 @given(st.lists(st.sampled_from([f"reason {number}" for number in range(MOST_REASONS * 2)])))
