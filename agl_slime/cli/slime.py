@@ -30,7 +30,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.loop.tasks import OrderedTasks, Tasks
+from agl_slime.loop.tasks import Tasks, ordered_tasks
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
@@ -183,7 +183,7 @@ def _rows(data: PromptData | None, model_path: Path) -> list[Any] | None:
 
 def _ordered(tasks: Tasks, data: PromptData | None) -> Tasks:
     """``tasks``, in the data's order unless slime's ``--rollout-shuffle`` is given; tasks of our own are shuffled."""
-    return OrderedTasks(tasks=tasks) if data is not None and not data.shuffle and isinstance(tasks, list) else tasks
+    return ordered_tasks(tasks) if data is not None and not data.shuffle and isinstance(tasks, list) else tasks
 
 
 def loop_flags(

@@ -56,9 +56,9 @@ class Admission:
             available = min(available, latest - self.taken - older)
         return max(0, available)
 
-    def admit(self, number: int, *, at: int | None = None) -> None:
-        """Put a group in flight; ``at``: its admission step before a restart, by default the current step."""
-        self._in_flight[number] = self.step if at is None else at
+    def admit(self, number: int, *, step: int | None = None) -> None:
+        """Put a group in flight; ``step``: its admission step before a restart, by default the current step."""
+        self._in_flight[number] = self.step if step is None else step
 
     def end(self, number: int) -> None:
         """Move a group from in flight to finished. A dropped group also ends, and occupies a place in a batch."""
@@ -89,22 +89,22 @@ class Admission:
 
     def state(self) -> dict[str, int]:
         """The admission step of each group that was not taken, by the group's number as text."""
-        return {str(number): at for number, at in sorted({**self._in_flight, **self._ended}.items())}
+        return {str(number): step for number, step in sorted({**self._in_flight, **self._ended}.items())}
 
     def check(self, *, interrupted: Mapping[str, int] | None = None) -> None:
         """Raise ``ConfigError`` when restored groups, with ``interrupted`` groups that are admitted again, exceed the
         limits: the checkpoint was made under a higher one."""
-        again = {int(number): at for number, at in (interrupted or {}).items()}
-        total = len(again) + len(self._in_flight) + len(self._ended)
-        if self.free < len(again) or self.late(again):
+        readmitted = {int(number): step for number, step in (interrupted or {}).items()}
+        total = len(readmitted) + len(self._in_flight) + len(self._ended)
+        if self.free < len(readmitted) or self.late(readmitted):
             why = f"the checkpoint holds {total} groups that were admitted under a higher limit"
             raise ConfigError(f"max_staleness {self._max_staleness}: {why}; resume with the limit of its run")
 
-    def late(self, again: Mapping[int, int] | None = None) -> bool:
-        """Whether some group, or some group admitted ``again``, cannot be trained on within the staleness limit."""
-        admitted = {**(again or {}), **self._in_flight, **self._ended}
+    def late(self, readmitted: Mapping[int, int] | None = None) -> bool:
+        """Whether some group, or some ``readmitted`` group, cannot be trained on within the staleness limit."""
+        admitted = {**(readmitted or {}), **self._in_flight, **self._ended}
         steps = ((admitted[n], (self.taken + place) // self._batch_size) for place, n in enumerate(_by_age(admitted)))
-        return any(step - at > self._max_staleness for at, step in steps)
+        return any(trained - step > self._max_staleness for step, trained in steps)
 
 
 def _by_age(admitted: Mapping[int, int]) -> list[int]:

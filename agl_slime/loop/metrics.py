@@ -174,12 +174,12 @@ def format_failures(members: Sequence[MemberResult]) -> str:
     """The reasons of failed rollouts, most frequent first, each with an example of its message."""
     counts = Counter(member.failure for member in members if not member.ok)
     examples = {member.failure: " ".join(member.failure_message.split()) for member in members if not member.ok}
-    parts = []
+    reasons = []
     for reason, count in counts.most_common(5):
         example = examples[reason]
         example = example if len(example) <= _LONGEST_MESSAGE else example[:_LONGEST_MESSAGE] + "..."
-        parts.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
-    return "; ".join(parts) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+        reasons.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
+    return "; ".join(reasons) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
 
 
 def fork_examples(members: Sequence[MemberResult]) -> dict[str, str]:

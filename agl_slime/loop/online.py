@@ -208,8 +208,8 @@ class OnlineRLLoop:
             reason = str(error)
             raise
         except Exception as error:  # from a task source, an observer, the store
-            where = f"iteration {self._iteration}: " if self._iteration else "the run "
-            reason = f"{where}failed with {format_exception(error)}"
+            subject = f"iteration {self._iteration}: " if self._iteration else "the run "
+            reason = f"{subject}failed with {format_exception(error)}"
             raise LoopError(reason) from error
         finally:
             if self._validations is not None:
@@ -235,7 +235,7 @@ class OnlineRLLoop:
         idle_s = self._schedule.idle_s
         psutil.cpu_percent()  # the next call measures the time since this one
         if self._validations is not None:
-            metrics.update(await self._validations.before(iteration))
+            metrics.update(await self._validations.before_iteration(iteration))
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
@@ -264,7 +264,7 @@ class OnlineRLLoop:
                 metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
         try:
             if self._validations is not None and not interrupted:
-                metrics.update(await self._validations.after(iteration))
+                metrics.update(await self._validations.after_iteration(iteration))
         finally:  # report the iteration even if validation fails
             if not self.settings.max_staleness:
                 iteration_s = time.monotonic() - began

@@ -74,7 +74,7 @@ class Schedule:
             # synchronous mode: skip ready groups that are not in the checkpoint
             if self._ahead or group.instance_id in self._restored:
                 number = self._number(group.instance_id)
-                self._admission.admit(number, at=self._restored.pop(str(number), None))
+                self._admission.admit(number, step=self._restored.pop(str(number), None))
                 self._admission.end(number)
                 self._ended[number] = group
         self._admission.check(interrupted=self._restored)
@@ -115,7 +115,7 @@ class Schedule:
             await self._health.wait(self._changed.wait())
         groups = [self._ended.pop(number) for number in batch]
         ages = zip(groups, self._admission.batch.items(), strict=True)
-        self._taken = {str(number): at for group, (number, at) in ages if group.ready}
+        self._taken = {str(number): step for group, (number, step) in ages if group.ready}
         self._dropped = [number for number in self._dropped if number in self._ended]
         if self._ahead:
             self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
@@ -138,10 +138,9 @@ class Schedule:
         self._taken = {}
         if not self._ahead:
             return
-        if left := self._data_source.reserve(None):
-            raise LoopError(
-                f"slime_train_fn left {left} groups of its batch; with max_staleness it must take the whole batch"
-            )
+        if undelivered := self._data_source.reserve(None):
+            fix = "with max_staleness it must take the whole batch"
+            raise LoopError(f"slime_train_fn left {undelivered} groups of its batch; {fix}")
         self._fill()
 
     def admitted(self) -> dict[str, int]:
@@ -153,8 +152,8 @@ class Schedule:
         training."""
         groups = await self._draw(tasks.draw)
         enqueue = partial(self._enqueue, size=1, mode="val", resources_id=resources_id)
-        how: dict[str, Any] = {"health": self._health, "cancel_reason": _RUN_ENDED}
-        return [member async for member in run_rollouts(self._data_source, groups, enqueue, **how)]
+        results = run_rollouts(self._data_source, groups, enqueue, health=self._health, cancel_reason=_RUN_ENDED)
+        return [member async for member in results]
 
     async def cancel_outstanding(self) -> None:
         """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
@@ -215,7 +214,7 @@ class Schedule:
             self._idle_s += time.monotonic() - self._idle_since
         for group in groups:
             number = self._numbers[group.group_id] = self._number(group.instance_id)
-            self._admission.admit(number, at=self._restored.pop(str(number), None))
+            self._admission.admit(number, step=self._restored.pop(str(number), None))
 
     def _replace(self) -> None:
         """Replace dropped groups, as many as the settings allow; further dropped groups occupy places in a batch. While

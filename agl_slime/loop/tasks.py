@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,23 +23,11 @@ class TaskSource(Protocol):
 Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
 
 
-class ShuffledTasks:
-    """A fixed set of tasks, each used once per epoch, in an order that depends only on seed and epoch."""
+class EndlessTasks:
+    """The ``TaskSource`` of an iterator without end."""
 
-    def __init__(self, *, tasks: Sequence[Task], seed: int = 0) -> None:
-        if not tasks:
-            raise ConfigError("there are no tasks; give at least one")
-        self._tasks = (task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
-
-    def next_batch(self, n: int) -> list[Task]:
-        return list(islice(self._tasks, n))
-
-
-class OrderedTasks:
-    """A fixed set of tasks in the order in which they are listed, over and over."""
-
-    def __init__(self, *, tasks: Sequence[Task]) -> None:
-        self._tasks = cycle(tasks)
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._tasks = tasks
 
     def next_batch(self, n: int) -> list[Task]:
         return list(islice(self._tasks, n))
@@ -52,14 +40,16 @@ def shuffled(tasks: Sequence[Any], seed: str) -> list[Any]:
     return order
 
 
-class GeneratedTasks:
-    """Tasks made on demand by ``make_task(rng)``."""
+def shuffled_tasks(tasks: Sequence[Task], *, seed: int = 0) -> EndlessTasks:
+    """Each task once per epoch, in an order that depends only on seed and epoch."""
+    if not tasks:
+        raise ConfigError("there are no tasks; give at least one")
+    return EndlessTasks(task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
 
-    def __init__(self, *, make_task: Callable[[random.Random], Task], seed: int = 0) -> None:
-        self._make_task, self._rng = make_task, random.Random(seed)
 
-    def next_batch(self, n: int) -> list[Task]:
-        return [self._make_task(self._rng) for _ in range(n)]
+def ordered_tasks(tasks: Sequence[Task]) -> EndlessTasks:
+    """The tasks in the order in which they are listed, over and over."""
+    return EndlessTasks(cycle(tasks))
 
 
 class TaskCursor:
@@ -73,7 +63,7 @@ class TaskCursor:
         self._source = source
         self._named = named
         self._finished = Counter(finished)
-        self._again: deque[TaskGroup] = deque()
+        self._repeated: deque[TaskGroup] = deque()
         self._name = uuid.uuid4().hex  # prefix of group ids
         self.drawn = 0
         self.in_flight: dict[str, TaskGroup] = {}
@@ -81,7 +71,7 @@ class TaskCursor:
 
     def take(self, n: int) -> list[TaskGroup]:
         """The next ``n`` groups, repeated ones first."""
-        groups = [self._again.popleft() for _ in range(min(n, len(self._again)))]
+        groups = [self._repeated.popleft() for _ in range(min(n, len(self._repeated)))]
         while len(groups) < n:
             groups += self._draw(n - len(groups))
         self.in_flight.update((group.group_id, group) for group in groups)
@@ -110,14 +100,14 @@ class TaskCursor:
     def repeat(self, *, keep: Collection[str] = ()) -> None:
         """Draw the lost groups in flight again, under new ids: all but ``keep``."""
         lost = [group for name, group in self.in_flight.items() if name not in keep]
-        self._again.extend(replace(group, group_id=uuid.uuid4().hex) for group in lost)
+        self._repeated.extend(replace(group, group_id=uuid.uuid4().hex) for group in lost)
         self.in_flight = {name: group for name, group in self.in_flight.items() if name in keep}
 
     def reconcile(self, stored: Collection[str]) -> None:
         """Adopt, after ``restore``, the groups that the store has: groups drawn after the state was saved are in
         flight, too; groups in flight that are not ``stored`` are drawn again."""
-        parts = (group_id.rpartition("-") for group_id in stored)
-        newest = max((int(number) for name, _, number in parts if name == self._name), default=-1)
+        numbered = (group_id.rpartition("-") for group_id in stored)
+        newest = max((int(number) for name, _, number in numbered if name == self._name), default=-1)
         if newest >= self.drawn:
             self.in_flight.update((group.group_id, group) for group in self._draw(newest + 1 - self.drawn))
         self.repeat(keep=stored)
@@ -134,15 +124,15 @@ class TaskCursor:
     def state(self) -> dict[str, Any]:
         """The position, the groups in flight and the tasks to repeat, for JSON."""
         in_flight = {name: group.task for name, group in self.in_flight.items()}
-        again = [group.task for group in self._again]
-        return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": again}
+        repeated = [group.task for group in self._repeated]
+        return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": repeated}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; call ``repeat`` or ``reconcile`` next, as its groups in flight may be lost."""
         self._name = state.get("name", self._name)
-        drawn, in_flight, again = state["drawn"], state["under_way"].items(), state["again"]
+        drawn, in_flight, repeated = state["drawn"], state["under_way"].items(), state["again"]
         self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
-        self._again.extend(TaskGroup(uuid.uuid4().hex, task) for task in again)
+        self._repeated.extend(TaskGroup(uuid.uuid4().hex, task) for task in repeated)
         self.skip_to(drawn)
 
 
@@ -167,8 +157,8 @@ def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
     if hasattr(tasks, "next_batch"):
         return tasks  # type: ignore[return-value]
     if callable(tasks):
-        return GeneratedTasks(make_task=tasks, seed=seed)
-    return ShuffledTasks(tasks=list(tasks), seed=seed)  # type: ignore[arg-type]
+        return EndlessTasks(map(tasks, repeat(random.Random(seed))))
+    return shuffled_tasks(list(tasks), seed=seed)  # type: ignore[arg-type]
 
 
 def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True) -> list[Any]:
@@ -177,8 +167,8 @@ def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True)
     tasks: list[Any] = []
     for place, task in read_rows(path, flag=flag):
         if not isinstance(task, dict | str if strings else dict):
-            wanted = "an object or a string" if strings else "an object"
-            raise ConfigError(f"{place}: expected {wanted}, got {type(task).__name__}")
+            expected = "an object or a string" if strings else "an object"
+            raise ConfigError(f"{place}: expected {expected}, got {type(task).__name__}")
         tasks.append(without_bytes(task, place))
     if not tasks:
         raise ConfigError(f"{flag} {path}: contains no tasks")

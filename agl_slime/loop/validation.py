@@ -57,13 +57,13 @@ class Validations:
         if self._concurrent and self.count < 1 + done // self._settings.eval_interval:
             self._begin(done)
 
-    async def before(self, iteration: int) -> dict[str, Any]:
+    async def before_iteration(self, iteration: int) -> dict[str, Any]:
         """The metrics of the validation before the first iteration; synchronous."""
         if self._concurrent or iteration > 1:
             return {}
         return _rename_start_metrics(await self._validate_now(iteration, done=0))
 
-    async def after(self, iteration: int) -> dict[str, Any]:
+    async def after_iteration(self, iteration: int) -> dict[str, Any]:
         """Metrics of the validation to report with this iteration, if any."""
         last = iteration == self._settings.num_iterations
         due = last or iteration % self._settings.eval_interval == 0

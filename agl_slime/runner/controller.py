@@ -112,12 +112,12 @@ class ControllerPool(RunnerPool):
         if self._watcher is not None:
             self._watcher.join()
         self._end_children()
-        left = self._store.running()
-        for rollout in left:
+        unfinished = self._store.running()
+        for rollout in unfinished:
             run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
         self._unsubscribe()
         self.gateway.stop()
-        return not left or cancel
+        return not unfinished or cancel
 
     def _end_children(self) -> None:
         self._supervisor.stop()

@@ -143,11 +143,11 @@ class GuardedAgent:
                 inner.cancel()
                 await asyncio.wait({inner}, timeout=_CANCEL_GRACE_S)
                 if late:
-                    how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
-                    raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
+                    end = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
+                    raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {end}.")
             if not inner.done() or inner.cancelled():
-                how = "" if inner.done() else "; its agent was abandoned"
-                raise RolloutError(f"The rollout was cancelled{how}.", reason="cancelled")
+                end = "" if inner.done() else "; its agent was abandoned"
+                raise RolloutError(f"The rollout was cancelled{end}.", reason="cancelled")
             return inner.result()
         except asyncio.CancelledError:
             inner.cancel()
@@ -168,11 +168,11 @@ class GuardedAgent:
             raise
         try:
             loop = asyncio.get_running_loop()
-            before, after = loop.create_future(), loop.create_future()
-            loop.call_soon(lambda: before.set_result(time.perf_counter()))
+            began, ended = loop.create_future(), loop.create_future()
+            loop.call_soon(lambda: began.set_result(time.perf_counter()))
             inner = asyncio.ensure_future(work)
-            loop.call_soon(lambda: after.cancelled() or after.set_result(time.perf_counter()))
-            self._first_step_s = await after - before.result()
+            loop.call_soon(lambda: ended.cancelled() or ended.set_result(time.perf_counter()))
+            self._first_step_s = await ended - began.result()
             return inner
         finally:
             self._start_lock.release()
@@ -202,12 +202,12 @@ def environment(resources: NamedResources) -> Iterator[None]:
     root = llm.endpoint.removesuffix("/v1")
     variables = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), llm.endpoint) | {"ANTHROPIC_BASE_URL": root}
     variables |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), llm.api_key or "")
-    before = {name: os.environ.get(name) for name in variables}
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -238,16 +238,16 @@ async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
     """Keep tasks that belong to a rollout from ending this loop; the returned function undoes it."""
-    before = loop.get_task_factory()
+    previous = loop.get_task_factory()
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
         recording = current_recording.get()
         contain = recording is not None and isinstance(work, Coroutine)
         wrapped = named(_contained, recording.rollout_id)(work) if recording is not None and contain else work
-        task = asyncio.Task(wrapped, loop=loop, **kwargs) if before is None else before(loop, wrapped, **kwargs)
+        task = asyncio.Task(wrapped, loop=loop, **kwargs) if previous is None else previous(loop, wrapped, **kwargs)
         if contain:
             task.add_done_callback(lambda _: work.close())  # no "never awaited" warning if cancelled before its start
         return task
 
     loop.set_task_factory(make_task)
-    return lambda: loop.set_task_factory(before)
+    return lambda: loop.set_task_factory(previous)

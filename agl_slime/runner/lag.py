@@ -12,7 +12,6 @@ import asyncio
 import faulthandler
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import time
 
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.support import watch
-from agl_slime.support.watch import SIGNALS, STACK_SIGNAL, place_of, rollout_in, stack_of, users_frame
+from agl_slime.support.watch import STACK_SIGNAL, place_of, rollout_in, stack_of, users_frame
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class LagMonitor:
         self._ticked = self._ticked_cpu = 0.0
         self._stopped = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._before: tuple[float, str] | None = None
+        self._last_block: tuple[float, str] | None = None
         self.warning: str | None = None
         """The text of the warning."""
 
@@ -116,12 +115,9 @@ class LagMonitor:
     def _start_child(self) -> subprocess.Popen[bytes]:
         arguments = os.getpid(), self._verdict, min(_NAME_AFTER_S, self._stuck_s / 2), self._advice
         command = [sys.executable, "-I", "-S", watch.__file__, *map(str, arguments)]
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # of the child, until it has its handlers
-        try:
-            inherited = [self._verdict] * (self._verdict >= 0)
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, pass_fds=inherited)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        inherited = [self._verdict] * (self._verdict >= 0)
+        # a session of its own: the terminal's signals do not reach it
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, pass_fds=inherited, start_new_session=True)
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)  # the handler of the signal must never block
         if STACK_SIGNAL:  # from now on: a signal without a handler ends the process
@@ -135,8 +131,8 @@ class LagMonitor:
         # none in its selector, for a busy machine, in code of this package or of a library's callback, or in an import
         if users_frame(stack) is None or not any(frame.function == "Handle._run" for frame in stack):
             return
-        before, self._before = self._before, (ticked, place_of(stack))
-        if self._cpu_s() - self._ticked_cpu < late_s / 2 and before != self._before:
+        previous, self._last_block = self._last_block, (ticked, place_of(stack))
+        if self._cpu_s() - self._ticked_cpu < late_s / 2 and previous != self._last_block:
             return
         self.warning = (
             f"{place_of(stack)} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s; use "

@@ -6,8 +6,8 @@
 - ``POST /agl_slime/v1/batch``: many calls in one request.
 - ``POST /agl_slime/v1/plan`` with ``{"step"}``: the plan of a training step, one rollout of each of its groups.
 
-A body of more than 512 MB, sent or decompressed, gets 413 on any route, one without a Content-Length 411. Other
-requests are served while a large one is executed.
+A body of more than 512 MB, sent or decompressed, gets 413 on any route. Other requests are served while a large one is
+executed.
 """
 
 from __future__ import annotations
@@ -165,13 +165,24 @@ class StoreService:
                 return JSONResponse({"detail": detail}, status_code=401)
             if (detail := page_refusal(request.headers, request.url.path, check_host=not token)) is not None:
                 return JSONResponse({"detail": detail}, status_code=403)
-            if "transfer-encoding" in request.headers:  # its size would be known after it was read
-                return JSONResponse({"detail": "the body is chunked: send it with a Content-Length"}, status_code=411)
-            if int(request.headers.get("content-length", 0)) > _MAX_BODY:
-                return _too_large()
             if (detail := encoding_refusal(encoding_of(request.headers))) is not None:
                 return JSONResponse({"detail": detail}, status_code=415)
-            return await call_next(request)
+            received, receive = 0, request.receive
+
+            async def bounded_receive() -> Any:  # Agent Lightning's routes read any size
+                nonlocal received
+                message = await receive()
+                received += len(message.get("body", b""))
+                return message if received <= _MAX_BODY else {"type": "http.disconnect"}
+
+            request._receive = bounded_receive
+            response = None
+            try:
+                response = await call_next(request)
+            except Exception:
+                if received <= _MAX_BODY:
+                    raise
+            return response if received <= _MAX_BODY else _too_large()
 
         app.add_middleware(_PlainBodies)
         app.middleware("http")(admit)

@@ -18,7 +18,7 @@ class Backoff:
     Jitter", AWS Architecture Blog, 2015).
 
     Args:
-        what: begins the final error's sentence: "the store at … did not answer".
+        failure: begins the final error's sentence: "the store at … did not answer".
         error: makes the final error from that sentence; its ``__cause__`` is the first failure.
         tries: give up at this failure; None for no limit.
         patience_s: give up when the next try would come later than this after the first failure; None for no limit.
@@ -27,7 +27,7 @@ class Backoff:
 
     def __init__(
         self,
-        what: str = "gave up",
+        failure: str = "gave up",
         error: Callable[[str], Exception] = ConnectionError,
         *,
         base_s: float = 0.2,
@@ -36,7 +36,7 @@ class Backoff:
         patience_s: float | None = None,
         deadline: float | None = None,
     ) -> None:
-        self._what, self._error = what, error
+        self._failure, self._error = failure, error
         self._base_s, self._cap_s = base_s, cap_s
         self._tries, self._patience_s, self._deadline = tries, patience_s, deadline
         self.failures = 0
@@ -65,7 +65,7 @@ class Backoff:
         assert self.first is not None
         seconds, first, latest = time.monotonic() - self._began, _format(self.first), _format(last)
         causes = first if first == latest else f"{first}; last: {latest}"
-        final = self._error(f"{self._what} ({self.failures} tries in {seconds:.1f} s): {causes}")
+        final = self._error(f"{self._failure} ({self.failures} tries in {seconds:.1f} s): {causes}")
         final.__cause__ = self.first
         return final
 

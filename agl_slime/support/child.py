@@ -103,20 +103,20 @@ class Child:
                 self._output.close()
                 self._output = None
 
-    def last_words(self) -> str:
-        """The last lines of the output, and where all of them are; "none" after the stop."""
+    def output_tail(self) -> str:
+        """The last lines of the output, and the path of all of them; "none" after the stop."""
         with self._lock:
             if self._output is None:
                 return "none"
             # the child shares the file's position, so it must not be moved
             size = os.fstat(self._output.fileno()).st_size
             tail = os.pread(self._output.fileno(), _TAIL_BYTES, max(self._log_from, size - _TAIL_BYTES))
-        where = f" (all of them: {self._log})" if self._log is not None else ""
-        return (tail.decode(errors="replace").strip() or "none") + where
+        log = f" (all of them: {self._log})" if self._log is not None else ""
+        return (tail.decode(errors="replace").strip() or "none") + log
 
     def ending(self) -> str:
-        """How it ended, and its last words."""
-        return f"{describe_exit(self.wait(0.0))}; last words: {self.last_words()}"
+        """Its exit and the tail of its output."""
+        return f"{describe_exit(self.wait(0.0))}; last output: {self.output_tail()}"
 
     def __enter__(self) -> Self:
         return self.start()
@@ -204,7 +204,7 @@ class ServerChild(Child):
             line = ""
         if line is None:
             within = f"{self._start_timeout_s:g} s"
-            raise EngineTimeoutError(f"{name} was not ready within {within}; last words: {self.last_words()}")
+            raise EngineTimeoutError(f"{name} was not ready within {within}; last output: {self.output_tail()}")
         if not line:
             self.wait()
             raise EngineError(f"{name} has ended: {self.ending()}")

@@ -59,11 +59,11 @@ def disk_full_as_error(path: Path) -> Iterator[None]:
         while cause is not None:
             named = getattr(cause, "errno", None) in _FULL or any(text in str(cause) for text in _FULL_TEXTS)
             if named or isinstance(cause, DiskFullError):
-                where = path if path.is_dir() else path.parent
+                directory = path if path.is_dir() else path.parent
                 if any(text in str(cause) for text in _TOO_LARGE):
                     why = "it is too large for this process (ulimit -f), or the disk fails"
-                    raise DiskFullError(f"a file in {where} cannot be written: {why}") from error
-                raise DiskFullError(f"no space left in {where}; free some and retry or resume") from error
+                    raise DiskFullError(f"a file in {directory} cannot be written: {why}") from error
+                raise DiskFullError(f"no space left in {directory}; free some and retry or resume") from error
             cause = cause.__cause__ or cause.__context__
         raise
 
@@ -136,7 +136,7 @@ def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable:
 
 def read_whole(path: Path) -> bytes:
     """The content of a file; a pipe, such as a shell's ``<(command)``, is read once and its content kept for the next
-    call. Raises ``OSError``, also for a device, and for a pipe to which nobody writes for a minute."""
+    call. Raises ``OSError``, also for a device, and for a pipe that is silent for a minute."""
     status = path.stat()
     if (stat.S_ISCHR(status.st_mode) and not path.samefile(os.devnull)) or stat.S_ISBLK(status.st_mode):
         raise OSError(errno.EINVAL, "it is a device; give a file or a pipe")
@@ -144,16 +144,16 @@ def read_whole(path: Path) -> bytes:
         return path.read_bytes()
     key = str(path), status.st_dev, status.st_ino
     if key not in _pipes:
-        parts = list[bytes]()
+        chunks = list[bytes]()
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
             poll = select.poll()
             poll.register(pipe, select.POLLIN)
-            while not parts or parts[-1]:
+            while not chunks or chunks[-1]:
                 if not poll.poll(PIPE_SILENCE_S * 1000):
-                    raise OSError(errno.ETIMEDOUT, f"nobody has written to this pipe for {PIPE_SILENCE_S:g} s")
-                if (part := pipe.read(1 << 20)) is not None:
-                    parts.append(part)
-        _pipes[key] = b"".join(parts)
+                    raise OSError(errno.ETIMEDOUT, f"nothing was written to this pipe for {PIPE_SILENCE_S:g} s")
+                if (chunk := pipe.read(1 << 20)) is not None:
+                    chunks.append(chunk)
+        _pipes[key] = b"".join(chunks)
     return _pipes[key]
 
 

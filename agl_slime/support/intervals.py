@@ -50,9 +50,9 @@ def estimate(values: Sequence[float], *, differences: bool = False, level: float
     return Estimate(mean=mean, low=least + span * low, high=least + span * high, tasks=n)
 
 
-def paired_difference(before: Mapping[Any, float], after: Mapping[Any, float]) -> Estimate | None:
-    """The mean of ``after - before`` over the tasks that both have; ``None`` without one."""
-    return estimate([after[task] - before[task] for task in after if task in before], differences=True)
+def paired_difference(first: Mapping[Any, float], second: Mapping[Any, float]) -> Estimate | None:
+    """The mean of ``second - first`` over the tasks that both have; ``None`` if there is no such task."""
+    return estimate([second[task] - first[task] for task in second if task in first], differences=True)
 
 
 def _wilson(share: float, n: float, z: float) -> tuple[float, float]:

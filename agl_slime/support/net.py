@@ -38,8 +38,8 @@ def public_host(host: str) -> str:
     else the address of the interface with the default route. Raises ``ConfigError`` if there is none."""
     if (family := _WILDCARDS.get(host)) is None:
         return host
-    if given := os.environ.get(PUBLIC_HOST_VARIABLE):
-        return given.strip("[]")
+    if configured := os.environ.get(PUBLIC_HOST_VARIABLE):
+        return configured.strip("[]")
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((_ELSEWHERE[family], 9))  # sends nothing
@@ -73,9 +73,9 @@ def bypass_proxies(*hosts: str) -> None:
     """Add loopback names and ``hosts`` to ``NO_PROXY``, in both spellings, if the environment names a proxy: clients in
     this process and its children then connect to them directly."""
     if missing := hosts_behind_proxy(*hosts):
-        given = [os.environ.get(variable, "") for variable in _NO_PROXY]
-        before = [name.strip() for text in given for name in text.split(",") if name.strip()]
-        os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*before, *missing]))))
+        lists = [os.environ.get(variable, "").split(",") for variable in _NO_PROXY]
+        hosts = tuple(host.strip() for hosts in lists for host in hosts if host.strip())
+        os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*hosts, *missing]))))
 
 
 def shown_url(url: str) -> str:
@@ -107,9 +107,9 @@ def has_token(authorization: str | None, token: str | None) -> bool:
     return not token or same_secret(authorization or "", f"Bearer {token}")
 
 
-def same_secret(given: str, secret: str) -> bool:
-    """Compare in constant time; ``given`` need not be UTF-8."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
+def same_secret(received: str, secret: str) -> bool:
+    """Compare in constant time; ``received`` need not be UTF-8."""
+    return hmac.compare_digest(received.encode("utf-8", "surrogatepass"), secret.encode())
 
 
 def page_refusal(headers: Mapping[str, str], path: str, *, check_host: bool) -> str | None:

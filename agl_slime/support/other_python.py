@@ -24,9 +24,9 @@ def installed_version(
     program = f"from importlib.metadata import version; print(version({package!r}))"
     command = [str(python), "-c", program]
     try:
-        asked = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError:
         raise ConfigError(f"{setting} {python}: this Python has no {package}; {fix}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{setting} {python}: it does not run as a Python ({error}); {fix}") from None
-    return asked.stdout.strip()
+    return completed.stdout.strip()

@@ -24,7 +24,7 @@ _EFFECTS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def plain(text: str) -> str:
     """``text`` with each character that acts on a terminal as its Python escape."""
-    return _EFFECTS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _EFFECTS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_line(text: object = "", *, to: rich.console.Console | IO[str] | None = None, style: str = "") -> None:
@@ -46,7 +46,7 @@ def print_plainly() -> None:
     threading.excepthook = lambda failed: print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
     sys.unraisablehook = lambda failed: print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
     show = warnings.formatwarning
-    warnings.formatwarning = lambda *what, **more: plain(show(*what, **more))
+    warnings.formatwarning = lambda *args, **kwargs: plain(show(*args, **kwargs))
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Formatter())
 

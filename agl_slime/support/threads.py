@@ -282,12 +282,11 @@ class LoopThread:
 async def _cancel_other_tasks() -> None:
     """Cancel the other tasks of this loop, and unregister tasks that ignore it: asyncio would wait for them for
     ever."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if not others:
+    if not (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
         return
-    _, ignoring = await asyncio.wait(others, timeout=_CANCEL_S)
+    for task in tasks:
+        task.cancel()
+    _, ignoring = await asyncio.wait(tasks, timeout=_CANCEL_S)
     for task in ignoring:
         asyncio._unregister_task(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]

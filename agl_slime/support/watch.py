@@ -2,8 +2,8 @@
 
 Code that holds Python's interpreter lock (GIL), such as a regular expression that backtracks, stops every thread, time
 limit and signal handler of its process. The child counts the seconds since the last heartbeat, has the stuck thread
-write its stack (``faulthandler``, which needs no lock), prints its place, and kills the process at its limit or its
-second Ctrl-C. ``agl_slime.runner.lag`` starts it by path, without ``site``: it imports only the standard library.
+write its stack (``faulthandler``, which needs no lock), prints its place, and kills the process at its limit.
+``agl_slime.runner.lag`` starts it by path, without ``site``: it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ T = TypeVar("T")
 
 # A thread that gets this signal writes its stack. Real-time signals from the end of their range are rarely used.
 STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _ROLLOUT = "rollout "  # functions with this name and an id call the code of that rollout
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARY = str(Path(os.__file__).parent)
 _LOOK_S = 0.5
-_DEAF_AFTER_S = 2.0  # a process without a heartbeat for this long cannot handle a signal
 _DUMP_S = 1.0  # limit for writing a stack, which takes milliseconds
 _SAMPLE_S = 0.2  # for measuring the CPU time of threads
 _MOST_THREADS = 64
@@ -81,7 +79,7 @@ def _is_users(frame: Frame) -> bool:
     path = frame.path
     if path.startswith(("<", _PACKAGE + os.sep)) or frame.function.startswith(_ROLLOUT):
         return False
-    return not (path.startswith(_LIBRARY + os.sep) or {"site-packages", "dist-packages"} & set(Path(path).parts))
+    return not (path.startswith(_LIBRARY + os.sep) or re.search(r"[/\\](site|dist)-packages[/\\]", path))
 
 
 def rollout_in(stack: Sequence[Frame]) -> str:
@@ -119,10 +117,6 @@ def _print(text: str) -> None:
 
 def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
     """Watch the process until it ends. Its heartbeats, each with the limit, and its stacks come by standard input."""
-    signals: list[int] = []  # a terminal sends them to both processes
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: signals.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     silent_s, limit_s, printed = 0.0, math.inf, False
     look_s: float | None = None  # until the first heartbeat, before which a signal for a stack would end the process
     while os.getppid() == pid:
@@ -130,23 +124,21 @@ def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
             silent_s, limit_s, printed, look_s = 0.0, float(beats[-1]), False, _LOOK_S
         elif not _is_stopped(pid):  # not by the clock: this process may have been stopped together with it
             silent_s += _LOOK_S
-        unheard = len(signals) if silent_s >= _DEAF_AFTER_S else 0
-        if silent_s >= limit_s or unheard >= 2:
+        if silent_s >= limit_s:
             holder, rollout = _holder(pid)
-            why = f"after {limit_s:g} s" if silent_s >= limit_s else "at the second Ctrl-C"
-            kill(pid, verdict, f"{why}: {holder}", rollout, advice)
+            kill(pid, verdict, f"after {limit_s:g} s: {holder}", rollout, advice)
             return
-        if not printed and (silent_s >= name_after_s or unheard):
+        if not printed and silent_s >= name_after_s:
             printed = True
-            end = f"after {limit_s:g} s or " if limit_s < math.inf else ""
-            _print(f"No Python code runs now: {_holder(pid)[0]}; killed {end}at the second Ctrl-C; {advice}")
+            end = f"it is killed after {limit_s:g} s; " if limit_s < math.inf else ""
+            _print(f"No Python code runs now: {_holder(pid)[0]}; {end}Ctrl-\\ ends it at once; {advice}")
 
 
 def _holder(pid: int) -> tuple[str, str]:
     """The holder of the lock, and the id of its rollout."""
-    before = _running_s(pid)
+    first = _running_s(pid)
     time.sleep(_SAMPLE_S)
-    spent = {thread: now - before.get(thread, now) for thread, now in _running_s(pid).items()}
+    spent = {thread: second - first.get(thread, second) for thread, second in _running_s(pid).items()}
     ranked = sorted(spent, key=lambda thread: -spent[thread])[:_MOST_THREADS]
     busy = [thread for thread in ranked if spent[thread] >= _SAMPLE_S / 2]
     stacks = [stack for thread in busy or ranked if (stack := _stack_in(pid, thread))]
@@ -154,8 +146,8 @@ def _holder(pid: int) -> tuple[str, str]:
     # the busiest, or, since a call that waits while it holds the lock uses no CPU time, each that may be the one
     holders = (users or stacks)[:1] if busy else users
     places = " or ".join(map(place_of, holders[:3])) or "native code"
-    more, waits = " or another" * (len(holders) > 3), " and waits, or the machine is short of memory" * (not busy)
-    return f"{places}{more} holds the interpreter lock{waits}", rollout_in(holders[0]) if len(holders) == 1 else ""
+    rest, waits = " or another" * (len(holders) > 3), " and waits, or the machine is short of memory" * (not busy)
+    return f"{places}{rest} holds the interpreter lock{waits}", rollout_in(holders[0]) if len(holders) == 1 else ""
 
 
 def _stack_in(pid: int, thread: int) -> list[Frame]:
@@ -165,8 +157,8 @@ def _stack_in(pid: int, thread: int) -> list[Frame]:
     send: Callable[..., int] = getattr(ctypes.CDLL(None), "tgkill", lambda *_: -1)
     text = _read(0.0) and ""  # an earlier stack may have come too late
     wait_s = _DUMP_S if send(pid, thread, STACK_SIGNAL) == 0 else 0.0
-    while more := _read(wait_s):
-        text, wait_s = text + more, 0.05
+    while chunk := _read(wait_s):
+        text, wait_s = text + chunk, 0.05
     return [Frame(path, int(line), name) for path, line, name in _FRAME.findall(text)]
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from agl_slime.cli import slime
 from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.errors import ConfigError, EngineProtocolError
-from agl_slime.loop.tasks import ShuffledTasks
+from agl_slime.loop.tasks import shuffled_tasks
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.support.agl import NamedResources, Rollout
@@ -156,7 +156,7 @@ async def test_loaded_slime_run_continues_with_the_next_task_and_ends_in_time(en
     assert StandIn.trained == [0, 1, 2, 3]
     assert result.iterations == 4
     assert len(result.reward_means) == (4 if ours else 2)
-    in_order = ShuffledTasks(tasks=tasks, seed=0)
+    in_order = shuffled_tasks(tasks, seed=0)
     assert iterations() == [{task["prompt"] for task in in_order.next_batch(BATCH)} for _ in range(4)]
     with pytest.raises(ConfigError, match="--num-iterations above 2"):
         await run(config_for(engine, tmp_path, 2, tasks), "--load", str(checkpoint))

@@ -60,7 +60,9 @@ def test_engine_uses_a_free_port_checks_its_token_and_stops_mid_request(policy_d
 
 def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the embedded engine needs torch")
-    with pytest.raises(EngineError, match=r"exit code 1; last words: .*--model-path .*nothing.* config.json") as caught:
+    with pytest.raises(
+        EngineError, match=r"exit code 1; last output: .*--model-path .*nothing.* config.json"
+    ) as caught:
         EmbeddedEngine(tmp_path / "nothing").start()
     assert "Traceback" not in str(caught.value)
 

@@ -106,7 +106,7 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
 
 @pytest.mark.parametrize("start", ["ready", "before"])
 def test_killed_server_is_named_by_signal_and_memory(start: str, tmp_path: Path) -> None:
-    killed = "killed by signal 9, most often for memory; last words: "
+    killed = "killed by signal 9, most often for memory; last output: "
     if start == "before":
         with pytest.raises(EngineError, match=f"SGLang for .* has ended: {killed}"):
             SGLangProcess(tmp_path, python=a_python(tmp_path, "kill -9 $$")).start()
@@ -193,7 +193,7 @@ def test_a_real_sglang_ends_with_its_run(cause: str, policy_dir: Path, tmp_path:
         _, alive = psutil.wait_procs(children, timeout=8.0)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     if cause == "the server dies":
-        assert re.search("error: SGLang has died: .*; last words: ", run.text)
+        assert re.search("error: SGLang has died: .*; last output: ", run.text)
     elif cause == "the last iteration":
         assert [line for line in run.lines if line.startswith("starting")] == ["starting SGLang ..."]
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -121,7 +121,7 @@ def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
             if step == cut:
                 state, admission = admission.state(), Admission(**limits, step=step)
                 for number, admitted in state.items():
-                    admission.admit(int(number), at=admitted)
+                    admission.admit(int(number), step=admitted)
                     if int(number) in ended:
                         admission.end(int(number))
                 admission.check()
@@ -145,7 +145,7 @@ def test_redrawn_task_does_not_push_an_older_group_past_staleness() -> None:
     """A resumed run draws dropped tasks a second time: their numbers are lower than the numbers in flight."""
     admission = Admission(batch_size=1, max_staleness=2, step=6)
     for number, step in ((34, 5), (35, 6)):
-        admission.admit(number, at=step)
+        admission.admit(number, step=step)
     admission.admit(30)
     for number in (30, 34, 35):
         admission.end(number)

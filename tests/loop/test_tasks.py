@@ -15,7 +15,7 @@ import pytest
 from agl_slime.cli.config_file import parse_train_config
 from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import digest
-from agl_slime.loop.tasks import GeneratedTasks, ShuffledTasks, TaskCursor, as_task_source, read_tasks
+from agl_slime.loop.tasks import TaskCursor, as_task_source, read_tasks, shuffled_tasks
 
 TASKS = [{"n": number} for number in range(7)]
 
@@ -25,19 +25,19 @@ def drawn(source: Any, *sizes: int) -> list[int]:
 
 
 def test_each_task_comes_once_per_epoch_whatever_the_batches() -> None:
-    numbers = drawn(ShuffledTasks(tasks=TASKS, seed=1), 5, 5, 5, 6)
+    numbers = drawn(shuffled_tasks(TASKS, seed=1), 5, 5, 5, 6)
     for epoch in range(3):
         assert sorted(numbers[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert numbers[:7] != numbers[7:14]
-    assert drawn(ShuffledTasks(tasks=TASKS, seed=1), 21) == numbers
-    assert Counter(drawn(ShuffledTasks(tasks=TASKS), 21)) == dict.fromkeys(range(7), 3)
+    assert drawn(shuffled_tasks(TASKS, seed=1), 21) == numbers
+    assert Counter(drawn(shuffled_tasks(TASKS), 21)) == dict.fromkeys(range(7), 3)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        lambda seed: ShuffledTasks(tasks=TASKS, seed=seed),
-        lambda seed: GeneratedTasks(make_task=lambda rng: {"n": rng.randrange(10**9)}, seed=seed),
+        lambda seed: shuffled_tasks(TASKS, seed=seed),
+        lambda seed: as_task_source(lambda rng: {"n": rng.randrange(10**9)}, seed=seed),
     ],
     ids=["fixed", "generated"],
 )
@@ -48,7 +48,7 @@ def test_tasks_depend_on_the_seed_and_not_on_the_batches(source: Callable[[int],
 
 
 def test_a_list_an_iterator_a_function_and_a_source_are_all_taken() -> None:
-    source = ShuffledTasks(tasks=TASKS)
+    source = shuffled_tasks(TASKS)
     assert as_task_source(source) is source
     assert sorted(drawn(as_task_source(TASKS), 7)) == list(range(7))
     assert sorted(drawn(as_task_source(iter(TASKS)), 7)) == list(range(7))
@@ -59,11 +59,11 @@ def test_a_list_an_iterator_a_function_and_a_source_are_all_taken() -> None:
 
 def test_a_restored_cursor_draws_no_group_that_the_store_has() -> None:
     """Five are drawn after the state; the store has two of the five, and lost a group of the state."""
-    first = TaskCursor(ShuffledTasks(tasks=TASKS))
+    first = TaskCursor(shuffled_tasks(TASKS))
     lost, pending = (group.group_id for group in first.take(2))
     state = json.loads(json.dumps(first.state()))
     later = [group.group_id for group in first.take(5)]
-    second = TaskCursor(ShuffledTasks(tasks=TASKS))
+    second = TaskCursor(shuffled_tasks(TASKS))
     second.restore(state)
     second.reconcile([pending, later[1], later[3], "of another run", "x"])
     tasks = {group_id: group.task for group_id, group in first.in_flight.items()}
@@ -145,7 +145,7 @@ def test_silent_pipes_and_devices_are_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setattr("agl_slime.support.files.PIPE_SILENCE_S", 0.1)
     os.mkfifo(pipe := tmp_path / "pipe")
-    silent = r"nobody has written to this pipe for 0\.1 s"
+    silent = r"nothing was written to this pipe for 0\.1 s"
     with pytest.raises(ConfigError, match=f"{flag} {pipe}: .*{silent}"):
         parse_train_config([flag, str(pipe)]).check_files()
     with open(os.open(pipe, os.O_RDWR), "wb", buffering=0) as writer:

@@ -117,9 +117,7 @@ async def test_follower_survives_a_proxys_answers_while_the_store_is_down():
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, ENQUEUE])
-async def test_a_body_over_the_limit_or_of_unknown_size_is_refused(
-    path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("agl_slime.store.server._MAX_BODY", 100_000)
     body = b'{"calls": [' + b" " * 200_000 + b"]}"
 
@@ -127,12 +125,11 @@ async def test_a_body_over_the_limit_or_of_unknown_size_is_refused(
         for first in range(0, len(body), 50_000):
             yield body[first : first + 50_000]
 
-    refusal = (411, "with a Content-Length") if chunked else (413, "100000 bytes")
     with StoreService(store=BridgeStore()) as service:
         async with aiohttp.ClientSession() as session:
             sent = {"Content-Type": "application/json"}
             async with session.post(service.url + path, data=chunks() if chunked else body, headers=sent) as answer:
-                assert (answer.status, refusal[1] in await answer.text()) == (refusal[0], True)
+                assert (answer.status, "100000 bytes" in await answer.text()) == (413, True)
         assert (await post(service.url, BATCH_PATH, b'{"calls": []}'))[0] == 200
 
 

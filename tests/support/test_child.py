@@ -23,13 +23,13 @@ def child_of(program: str, **options: Any) -> Child:
     return Child([sys.executable, "-c", program], name="the child", env=os.environ, **options)
 
 
-def test_child_log_has_all_runs_and_last_words_only_the_last(tmp_path: Path) -> None:
+def test_child_log_has_all_runs_and_its_tail_only_the_last(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for word in ("first", "second"):
         with child_of(f"import sys; print({word!r}); sys.exit(3)", log=log) as child:
             assert child.wait() == 3
-            assert child.last_words() == f"{word} (all of them: {log})"
-        assert child.last_words() == "none"
+            assert child.output_tail() == f"{word} (all of them: {log})"
+        assert child.output_tail() == "none"
     assert log.read_text() == "first\nsecond\n"
 
 
@@ -55,10 +55,10 @@ def test_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
         ("sys.exit(255)", "exit code 255"),
     ],
 )
-def test_ending_names_signal_memory_and_last_words(exit_with: str, ending: str) -> None:
+def test_ending_names_signal_memory_and_output(exit_with: str, ending: str) -> None:
     with child_of(f"import os, sys; print('so long', flush=True); {exit_with}") as child:
         child.wait(20)
-        assert child.ending() == f"{ending}; last words: so long"
+        assert child.ending() == f"{ending}; last output: so long"
 
 
 def test_a_server_that_prints_something_else_is_an_error() -> None:

@@ -20,7 +20,7 @@ from agl_slime.data.source import DataSourceSettings
 from agl_slime.data.teacher import Teacher, Teachers
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
-from agl_slime.loop.tasks import OrderedTasks, TaskCursor, ValidationTasks, as_task_source, read_tasks
+from agl_slime.loop.tasks import TaskCursor, ValidationTasks, as_task_source, ordered_tasks, read_tasks
 from agl_slime.runner.base import RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
@@ -73,14 +73,14 @@ class Connection(Producer):
             tasks = data.read(tokenizer)
         self.epoch_size = len(tasks) or None
         in_order = data is not None and not data.shuffle
-        source = OrderedTasks(tasks=tasks) if in_order else tasks or make_task
+        source = ordered_tasks(tasks) if in_order else tasks or make_task
         seed = settings.loop.seed
         self.tasks = TaskCursor(as_task_source(source, seed=seed), named=False) if source is not None else None
         self.evals: list[Evaluation] = []
         for given in settings.eval_sets:
             lines = given.data.read(tokenizer, flag=f"evaluation data set {given.name}:")
             # the rollouts of a line in succession, as slime's pass rate counts them
-            held_out = ValidationTasks(OrderedTasks(tasks=lines), n=len(lines), times=given.samples)
+            held_out = ValidationTasks(ordered_tasks(lines), n=len(lines), times=given.samples)
             self.evals.append(Evaluation(given.name, held_out, given.sampling))
         path, n, times = settings.eval_tasks, settings.loop.eval_rollouts, settings.eval_samples
         drawn = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")

@@ -152,7 +152,7 @@ class StalenessController:
     def _admit(self, name: str) -> None:
         self._in_flight[name], self._next = self._next, self._next + 1
         step = self._admission.step
-        self._admission.admit(self._in_flight[name], at=min(step, self._steps.get(name, step)))
+        self._admission.admit(self._in_flight[name], step=min(step, self._steps.get(name, step)))
 
     def _end(self, group_id: str, first: str) -> None:
         self._ready[first] = number = self._in_flight.pop(group_id)
