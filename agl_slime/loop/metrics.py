@@ -143,17 +143,16 @@ def reward_by_task(members: Sequence[MemberResult]) -> dict[str, float]:
 
 
 def eval_metrics(members: Sequence[MemberResult], *, first: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """``val/…`` of a validation's rollouts, with intervals over tasks. ``first`` are the rewards by task of the
-    validation from which the difference counts."""
+    """``val/…`` of a validation's rollouts: means over tasks with their intervals. ``first`` are the rewards by task of
+    the validation from which the difference counts."""
     by_task = reward_by_task(members)
-    rewards = [member.reward for member in members if member.reward is not None]
     interval = estimate([*by_task.values()])
-    bounds = (None, None) if interval is None else (interval.low, interval.high)
+    mean, *bounds = (None,) * 3 if interval is None else (interval.mean, interval.low, interval.high)
     difference = paired_difference(first or {}, by_task)
     differences = () if difference is None else (difference.mean, difference.low, difference.high)
     failures = Counter(member.failure for member in members if not member.ok)
     return {
-        names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
+        names.VAL_REWARD_MEAN: mean,
         **dict(zip(names.VAL_INTERVAL, bounds, strict=True)),
         **dict(zip(names.VAL_DIFFERENCE, differences, strict=False)),
         names.VAL_COUNT: len(members),

@@ -115,6 +115,12 @@ class ScriptedEngine:
         """The rids of all /generate requests in order of arrival."""
         return [received.payload["rid"] for received in self.received if received.path == "/generate"]
 
+    @property
+    def seeds(self) -> list[int]:
+        """The sampling seeds of all /generate requests in order of arrival."""
+        payloads = (received.payload for received in self.received if received.path == "/generate")
+        return [payload["sampling_params"]["sampling_seed"] for payload in payloads]
+
     def script(self, path: str, *faults: Fault) -> None:
         """The next ``len(faults)`` requests to ``path`` meet these faults, one each."""
         self._scripts.setdefault(path, deque()).extend(faults)

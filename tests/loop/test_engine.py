@@ -22,7 +22,7 @@ from agl_slime.errors import WeightSyncError
 from agl_slime.support.agl import LitAgent
 from tests.harness.engine_faults import GARBAGE_JSON, UNCHANGED, Abort, Drip, Edited, Fault, NewVersion, Stall, Status
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
-from tests.harness.scripted_engine import QUICK, ScriptedEngine
+from tests.harness.scripted_engine import QUICK
 from tests.harness.tokenizers import TEMPLATE, small_tokenizer
 from tests.loop.failed_run import failed_run
 
@@ -90,11 +90,6 @@ class CarelessAgent(LitAgent[Any]):
         return 1.0
 
 
-def seeds_of(engine: ScriptedEngine) -> list[int]:
-    requests = (received.payload for received in engine.received if received.path == "/generate")
-    return [request["sampling_params"]["sampling_seed"] for request in requests]
-
-
 def told_twice(body: dict[str, Any], meta: dict[str, Any]) -> None:
     meta["output_token_logprobs"] *= 2
 
@@ -140,7 +135,7 @@ def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(
         prompt, length = sample.tokens[: -sample.response_length], sample.response_length
         assert sample.tokens[len(prompt) :] == engine.continuation(prompt, length)
         assert sample.rollout_log_probs == engine.continuation_log_probs(prompt, length)
-    assert len({*seeds_of(engine)}) == 16
+    assert len({*engine.seeds}) == 16
     warned = [record.getMessage() for record in caplog.records if engine.url in record.getMessage()]
     assert [text.count("version 0, and version 1 was pushed before") for text in warned] == [1]
 
@@ -156,8 +151,8 @@ def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them() -> 
                 case.loop.run()
         [[samples]] = case.trainer.batches
         answers.append({tuple(sample.tokens[-sample.response_length :]) for sample in samples})
-        seeds.append({*seeds_of(engine)})
-        assert len(seeds_of(engine)) == len(seeds[-1]) == 5
+        seeds.append({*engine.seeds})
+        assert len(engine.seeds) == len(seeds[-1]) == 5
         assert max(seeds[-1]) < 2**31
     assert [len(each) for each in answers] == [4, 4, 4]
     assert len(answers[0] & answers[1]) >= 3  # the member that had to be tried again may be another
@@ -166,7 +161,7 @@ def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them() -> 
         agent = HelloAgent(sampling=SamplingParams(max_new_tokens=8, seed=7))
         with LoopCase(agent=agent, url=engine.url, **group) as case:
             case.loop.run()
-        assert {*seeds_of(engine)} == {7}
+        assert {*engine.seeds} == {7}
 
 
 @pytest.mark.parametrize("reason", ["EngineRequestError", "conversion_error"])

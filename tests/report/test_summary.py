@@ -63,17 +63,18 @@ def validation(*tasks: tuple[float | None, ...], first: Any = None) -> dict[str,
     return eval_metrics(members, first=first)
 
 
-def test_validation_has_an_interval_of_its_tasks_without_failures() -> None:
-    """Several rollouts of a task are one value."""
+def test_validation_has_mean_and_interval_of_its_tasks_without_failures() -> None:
+    """Several rollouts of a task are one value; the mean lies within the interval, however often a task was drawn."""
     cases = {
         ((0.0,), (1.0,), (1.0,), (None,)): [0.0, 1.0, 1.0],
+        ((1.0,) * 29, *(((0.0,),) * 11)): [1.0, *[0.0] * 11],
         ((0.0, 1.0, 0.5), (1.0, 1.0, None), (0.0, 0.0, 0.0)): [0.5, 1.0, 0.0],
     }
     for tasks, values in cases.items():
         metrics, expected = validation(*tasks), estimate(values)
         assert expected is not None
-        assert (metrics["val/reward_low"], metrics["val/reward_high"]) == (expected.low, expected.high)
-    assert metrics["val/reward_mean"] == 3.5 / 8
+        figures = [metrics[f"val/reward_{name}"] for name in ("mean", "low", "high")]
+        assert figures == [expected.mean, expected.low, expected.high]
     assert (metrics["val/count"], metrics["val/failed"], metrics["val/failed/x"]) == (9, 1, 1)
     assert "val/difference" not in metrics
     single = validation((1.0,))

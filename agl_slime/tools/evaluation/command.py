@@ -220,7 +220,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                             await take_samples(tasks, into=file, **how)
                 parts.append(file.lines)
                 new += len(file.lines) - before
-        result = _result(config, identity, parts, n_tasks=len(tasks))
+        result = _result(config, identity, parts, tasks)
         write_file(directory / "eval.json", dump(result, indent=2))
     if not new:
         text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
@@ -250,7 +250,9 @@ def format_result(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
         )
-    return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval over tasks]"]
+    repeats = f" in {result['draws']} draws" if result["draws"] > result["tasks"] else ""
+    each = f"{result['tasks']} tasks{repeats}, {result['k']} samples of each"
+    return [*lines, f"{each}; [95 % interval over tasks]"]
 
 
 def _validation_sampling(began: dict[str, Any]) -> dict[str, Any]:
@@ -372,6 +374,7 @@ async def sampling_with(
 
     if isinstance(model, ChatApi):
         limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
+        limits["seed"] = settings.loop.seed
         limits["reward_key"] = settings.local.reward_key
         # no gateway, which would request token ids
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
@@ -403,6 +406,7 @@ async def sampling_with(
             runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
             timeout_s=settings.loop.rollout_timeout_s,
             max_in_flight=max_concurrent,
+            seed=settings.loop.seed,
             reward_key=settings.local.reward_key,
             check_alive=alive,
         )
@@ -431,20 +435,29 @@ def _progress(console: Console, which: str) -> Iterator[Callable[[int, int], Non
 
 
 def _result(
-    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int
+    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     from collections import Counter
 
     from agl_slime.tools.evaluation.samples import rewards_of
     from agl_slime.tools.evaluation.statistics import compare, sum_up
 
-    rewards = [rewards_of(lines) for lines in parts]
+    first: dict[bytes, int] = {}
+    numbers = [first.setdefault(dump(task), number) for number, task in enumerate(tasks)]
+    rewards = [rewards_of(lines, numbers) for lines in parts]
     models = []
     for model, lines, by_task in zip(identity["models"], parts, rewards, strict=True):
         failures = Counter(line["failure"] for line in lines if line["reward"] is None)
         about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
         models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k)})
-    result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": identity, "models": models}
+    result = {
+        "tasks": len(first),
+        "draws": len(tasks),
+        "k": config.k,
+        "passes": config.passes,
+        "settings": identity,
+        "models": models,
+    }
     if len(models) == 2:
         result["difference"] = compare(*rewards, limit=config.passes)
     return result

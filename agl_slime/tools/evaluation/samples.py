@@ -37,6 +37,7 @@ class Sampling:
     runners: RunnerPlan
     timeout_s: float
     max_in_flight: int
+    seed: int
     reward_key: str | None = None
     check_alive: Callable[[], None] | None = None
 
@@ -89,11 +90,11 @@ def reward_name(lines: Iterable[Mapping[str, Any]]) -> str | None:
     return next((name for line in lines for name in [*line["rewards"]][:1] if name != UNNAMED), None)
 
 
-def rewards_of(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[float]]:
-    """The rewards of each task's samples; an empty list where all failed."""
+def rewards_of(lines: Iterable[Mapping[str, Any]], numbers: Sequence[int]) -> dict[int, list[float]]:
+    """The rewards of each task's samples, an empty list where all failed; ``numbers`` are equal for equal tasks."""
     by_task: dict[int, list[float]] = {}
     for line in lines:
-        rewards = by_task.setdefault(line["task"], [])
+        rewards = by_task.setdefault(numbers[line["task"]], [])
         if line["reward"] is not None:
             rewards.append(float(line["reward"]))
     return by_task
@@ -135,13 +136,13 @@ async def take_samples(
                 sampling.check_alive()
 
         async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
-            limits: dict[str, Any] = {"resources_id": resources_id, "timeout_s": sampling.timeout_s}
-            rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="val", **limits))
+            how: dict[str, Any] = {"resources_id": resources_id, "timeout_s": sampling.timeout_s, "seed": sampling.seed}
+            rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="val", **how))
             runner.wake()
             return rollouts
 
-        # each sample is a group of one, so that failures are independent
-        places = {f"{uuid.uuid4().hex}-{number}": pair for number, pair in enumerate(missing)}
+        # each sample is a group of one, so that failures are independent; its name's end decides the sample's seed
+        places = {f"{uuid.uuid4().hex}-{task}.{sample}": (task, sample) for task, sample in missing}
         groups = (TaskGroup(group_id, tasks[task]) for group_id, (task, _) in places.items())
         how: dict[str, Any] = {"health": HealthCheck(raise_if_dead), "max_in_flight": sampling.max_in_flight}
         await run_in_thread(runner.start)

@@ -88,8 +88,8 @@ def sequence_terms(
     tokens of a rollout.
 
     ``sequence_log_ratios`` ``[N]`` are the means over each token's rollout (:func:`sequence_means`), constants, since
-    the tokens of a rollout may be in several calls: each token contributes its part of the gradient of ``s``. All
-    tokens of a rollout have the same loss; eq. 5 is their mean, the aggregation "rollout".
+    the tokens of a rollout may be in several calls: each token contributes its part of the gradient of ``s``, times its
+    own advantage. Eq. 5 is the mean over the tokens of a rollout, the aggregation "rollout".
     """
     shift = log_probs - log_probs.detach()  # 0, with the token's gradient
     of_sequence, zeros = sequence_log_ratios + shift, torch.zeros_like(old_log_probs)

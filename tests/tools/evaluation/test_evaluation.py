@@ -17,7 +17,10 @@ from rich.console import Console
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.report.files import iter_jsonl
+from agl_slime.support.intervals import estimate
 from agl_slime.tools.evaluation.command import EvalConfig, prepare, run_evaluation
+from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
@@ -86,6 +89,32 @@ def test_evaluation_report_follows_from_samples_and_separates_failures(
         file.write("\n# another reward\n")
     with pytest.raises(ConfigError, match="agent_source"):
         evaluate(policy_dir, sglang_url=url, **settings)
+
+
+def test_equal_tasks_are_one_task_and_samples_have_seeds_of_their_own(
+    picky: dict[str, Any], policy_dir: Path, tmp_path: Path
+) -> None:
+    """Also the samples that a second command takes; with another seed of the run they are others."""
+    picky["tasks"].write_text("".join(f'{{"key": "kz", "answer": "72", "n": {n % 3}}}\n' for n in range(12)))
+    with in_thread(ScriptedEngine(vocab_size=460)) as engine:
+        settings: dict[str, Any] = {"k": 2, "sglang_url": engine.url, "output_dir": tmp_path / "out", **picky}
+        report, text = evaluate(policy_dir, **settings)
+        first = engine.seeds
+        samples = tmp_path / "out" / "samples-1.jsonl"
+        samples.write_bytes(b"".join(samples.read_bytes().splitlines(keepends=True)[:7]))
+        assert evaluate(policy_dir, **settings)[0] == report
+        again = engine.seeds[len(first) :]
+        evaluate(policy_dir, **settings | {"output_dir": tmp_path / "other", "seed": 5})
+        others = engine.seeds[len(first) + len(again) :]
+    assert len({*first}) == len(first) == len({*others}) == len(others) == 24
+    assert len({*again}) == len(again) == 17
+    assert {*again} < {*first}
+    assert not {*first} & {*others}
+    (model,) = report["models"]
+    expected = estimate([0.0, 1.0, 0.0])
+    assert expected is not None
+    assert (report["tasks"], model["reward"], model["pass@2"]["mean"]) == (3, vars(expected), pytest.approx(1 / 3))
+    assert "3 tasks in 12 draws, 2 samples of each; [95 % interval over tasks]" in text
 
 
 JUDGED = """

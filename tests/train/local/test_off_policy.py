@@ -71,10 +71,13 @@ def test_off_policy_loss_and_gradient_equal_the_plain_formula(off_policy: str):
 
 
 @pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
-def test_the_gradient_of_gspo_is_that_of_its_loss_for_each_correction(off_policy: Any):
-    """The loss of whole rollouts with its graph, against the tokens in two calls, which divide rollouts."""
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["rollouts", "tokens"])
+def test_the_gradient_of_gspo_is_that_of_its_loss_for_each_correction(off_policy: Any, of_tokens: bool):
+    """The loss of whole rollouts with its graph, against the tokens in two calls, which divide rollouts; with an
+    advantage of each token GSPO-token's (arXiv:2507.18071, eq. 13)."""
     batch, rollouts = tokens(), torch.arange(N) // 5
     advantages = torch.randn(N // 5 + 1, generator=torch.Generator().manual_seed(1)).double()[rollouts]
+    advantages = batch["advantages"] if of_tokens else advantages
     whole, parts = (batch["now"].clone().requires_grad_() for _ in range(2))
     plain = torch.zeros((), dtype=torch.float64)
     for number in range(N // 5 + 1):
@@ -82,8 +85,13 @@ def test_the_gradient_of_gspo_is_that_of_its_loss_for_each_correction(off_policy
         ratio = (whole - batch["old"])[of_rollout].mean().exp()
         ks = (batch["old"] - batch["engine"])[of_rollout].exp().tolist()
         factors = torch.tensor([weight_of(k, off_policy=off_policy) for k in ks], dtype=torch.float64)
-        advantage = advantages[of_rollout][0]
-        plain = plain - (factors * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)).sum()
+        if of_tokens:
+            ratio = ratio.detach() * (whole - whole.detach())[of_rollout].exp()
+        advantage = advantages[of_rollout]
+        plain = (
+            plain
+            - (factors.mean() * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)).sum()
+        )
     (plain / N).backward()
     means = torch.stack([(batch["now"] - batch["old"])[rollouts == number].mean() for number in rollouts])
     result = objective(
