@@ -30,8 +30,8 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
 from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
+from agl_slime.tools.rehearse.megatron.flags import model_flags
 from benchmarks.common import console, question, question_agent, scripted_engine
-from tests.harness.slime_programs import model_flags
 from tests.programs.slime.common import start_ray
 from tests.programs.slime.cpu import register_cpu
 

@@ -108,14 +108,3 @@ def read_result(output: str) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     """Print a program's result for ``run_program``."""
     print(_MARK + json.dumps(result), flush=True)
-
-
-def model_flags(model: Path) -> list[str]:
-    """Megatron's model options for a checkpoint, as slime's launch scripts give them."""
-    config = json.loads((model / "config.json").read_text())
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    names = {"num-layers": "num_hidden_layers", "ffn-hidden-size": "intermediate_size", "norm-epsilon": "rms_norm_eps"}
-    names |= {name.replace("_", "-"): name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
-    flags = [word for flag, field in names.items() for word in (f"--{flag}", str(config[field]))]
-    untied = [] if config.get("tie_word_embeddings") else ["--untie-embeddings-and-output-weights"]
-    return [*flags, "--rotary-base", str(theta), *untied]

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from tests.harness.slime_programs import REPOSITORY, environment, model_flags
+from agl_slime.tools.rehearse.megatron.flags import model_flags
+from tests.harness.slime_programs import REPOSITORY, environment
 
 RECIPES = REPOSITORY / "examples" / "slime"
 # in place of the python that would start slime's script: one that only parses, or runs it with our trainer

@@ -26,7 +26,7 @@ HEAVY += ("wandb", "mlflow")
 # Rooms that run a model themselves, each loaded only when it is asked for.
 RUN_A_MODEL = ("engine/", "tools/demo_policy/", "tools/forensics/", "train/local/")
 # Programs of slime's processes, which run where slime and Ray are.
-IN_SLIMES_PROCESSES = ("tools/rehearse/actor.py", "tools/rehearse/programs/")
+IN_SLIMES_PROCESSES = ("tools/rehearse/actor.py", "tools/rehearse/programs/", "tools/rehearse/megatron/")
 OF_A_MODEL = {"torch", "transformers", "safetensors"}
 
 

@@ -8,13 +8,12 @@ import random
 import shutil
 import sys
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.demo.agent import LookupAgent
-from tests.harness.slime_programs import model_flags
+from agl_slime.tools.rehearse.megatron.flags import as_flags, model_flags
 
 
 def make_policy(directory: Path) -> Path:
@@ -27,11 +26,6 @@ def write_tasks(path: Path, n: int, *, seed: int = 0) -> Path:
     agent = LookupAgent()
     path.write_text("".join(json.dumps(agent.make_task(rng)) + "\n" for _ in range(n)))
     return path
-
-
-def as_flags(values: Mapping[str, object]) -> list[str]:
-    """The words of a command line; a value may be several words, or none."""
-    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
 
 
 def sizes(*, steps: int, groups: int, size: int) -> dict[str, object]:

@@ -18,8 +18,9 @@ from agl_slime.cli.main import main as command_line
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
+from agl_slime.tools.rehearse.megatron.flags import model_flags
 from tests.harness.routers import sglang_router
-from tests.harness.slime_programs import model_flags, report
+from tests.harness.slime_programs import report
 from tests.programs.slime.common import answer_of, as_flags, figures, make_policy, start_ray, weights_by_disk
 
 

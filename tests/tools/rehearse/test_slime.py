@@ -10,7 +10,8 @@ import pytest
 
 from agl_slime.cli.main import main
 from agl_slime.report.files import read_object
-from tests.harness.slime_programs import REPOSITORY, model_flags, require_slime
+from agl_slime.tools.rehearse.megatron.flags import model_flags
+from tests.harness.slime_programs import REPOSITORY, require_slime
 from tests.tools.rehearse.test_script import needs_box, why_no_box
 
 SCRIPTS = ("qwen3-4B", "glm4-9B", "kimi-k2-Instruct", "qwen3-235B-A22B", "moonlight-16B-A3B", "qwen3-4B-base-sft")

@@ -1,0 +1,48 @@
+"""Flags of slime for a model, and for a run of the lookup agent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+_HOOKS = "agl_slime.slime_hooks"
+
+
+def model_flags(model: Path) -> list[str]:
+    """Megatron's options for a dense checkpoint, as slime's launch scripts give them."""
+    config = json.loads((model / "config.json").read_text())
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+    names = {"num-layers": "num_hidden_layers", "ffn-hidden-size": "intermediate_size", "norm-epsilon": "rms_norm_eps"}
+    names |= {name.replace("_", "-"): name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    names |= {"num-query-groups": "num_key_value_heads", "kv-channels": "head_dim"}
+    flags = {flag: config[field] for flag, field in names.items() if field in config} | {"rotary-base": int(theta)}
+    switches = "swiglu disable-bias-linear group-query-attention use-rotary-position-embeddings"
+    switches += " qk-layernorm" * config["model_type"].startswith("qwen3")
+    switches += " untie-embeddings-and-output-weights" * (not config.get("tie_word_embeddings"))
+    return [*as_flags(flags | dict.fromkeys(switches.split(), "")), "--normalization", "RMSNorm"]
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """The words of a command line; a value may be several words, or none."""
+    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+
+
+def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
+    """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``. Weights go to the
+    engines by disk."""
+    flags: dict[str, object] = {"hf-checkpoint": model, "load": model, "custom-config-path": settings}
+    flags |= {
+        "data-source-path": "agl_slime.AGLDataSource",
+        "custom-rollout-log-function-path": f"{_HOOKS}.log_rollout",
+    }
+    flags |= dict.fromkeys(("rollout-function-path", "eval-function-path"), f"{_HOOKS}.generate_rollout")
+    flags |= {"custom-reward-post-process-path": f"{_HOOKS}.normalize_rewards"}
+    flags |= {"advantage-estimator": "grpo", "num-rollout": 8, "rollout-batch-size": 8, "n-samples-per-prompt": 4}
+    flags |= {"global-batch-size": 32, "micro-batch-size": 1, "rollout-max-response-len": 48, "rollout-temperature": 1}
+    flags |= dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "num-gpus-per-node"), 1)
+    flags |= {"optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1, "adam-beta2": 0.98}
+    flags |= {"attention-dropout": 0, "hidden-dropout": 0, "make-vocab-size-divisible-by": 1}
+    flags |= {"update-weight-mode": "full", "update-weight-transport": "disk"}
+    flags |= {"update-weight-disk-dir": directory / "weights", "dump-details": directory}
+    return [*model_flags(model), *as_flags(flags)]

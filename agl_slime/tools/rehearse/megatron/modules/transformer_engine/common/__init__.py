@@ -1,0 +1,3 @@
+from types import SimpleNamespace
+
+recipe = SimpleNamespace(DelayedScaling=type("DelayedScaling", (), {}))

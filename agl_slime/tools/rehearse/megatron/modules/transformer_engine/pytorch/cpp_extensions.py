@@ -1,0 +1,1 @@
+cast_to_fp8 = None

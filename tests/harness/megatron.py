@@ -1,0 +1,35 @@
+"""slime's Megatron actors on this CPU, by the command that users have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from agl_slime.errors import AglSlimeError
+from agl_slime.tools.rehearse.megatron.sources import Sources
+from tests.harness.slime_programs import REPOSITORY, require_slime, run_guarded
+
+
+def require_megatron() -> dict[str, str]:
+    """Variables with which a program finds slime and Megatron; skips the test without them."""
+    root = require_slime("ray", "torch", "transformers", "sglang_router", "einops")
+    environ = {**os.environ, "SLIME_DIR": str(root), "PYTHONPATH": str(REPOSITORY)}
+    try:
+        Sources.find(environ)
+    except AglSlimeError as error:
+        pytest.skip(f"Megatron-LM is not here: {error}")
+    return environ
+
+
+def train_by_megatron(directory: Path, *flags: object, script: str = "train.py", timeout_s: float = 420) -> str:
+    """The output of a run, whose dumps and weights are in ``directory``."""
+    environ = require_megatron()
+    program = [sys.executable, "-W", "ignore", "-m", "agl_slime.tools.rehearse.megatron", script]
+    command = [*program, "--dump-details", directory, *flags]
+    directory.mkdir(parents=True, exist_ok=True)
+    code, output = run_guarded([*map(str, command)], timeout_s=timeout_s, env=environ, cwd=directory)
+    assert code == 0, output[-6000:]
+    return output

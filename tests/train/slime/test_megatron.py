@@ -1,0 +1,85 @@
+"""slime's own training loop with its own Megatron actors: Megatron-LM's code, with a CPU for CUDA."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.errors import AglSlimeError
+from agl_slime.report.read import RunReader
+from agl_slime.tools.forensics.replay import ReplayConfig
+from agl_slime.tools.forensics.replay_slime import replay_dump
+from agl_slime.tools.rehearse.megatron.cuda import install
+from agl_slime.tools.rehearse.megatron.sources import Sources
+from agl_slime.tools.slime_dumps.runs import SlimeRuns
+from tests.harness.megatron import train_by_megatron
+
+STEPS = 3
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.megatron
+def test_three_steps_agree_with_the_engine_and_with_replay(tmp_path: Path):
+    output = train_by_megatron(tmp_path, "--num-rollout", STEPS, "--update-weight-disk-keep-files")
+    page = RunReader(tmp_path, SlimeRuns(LOOKUP_POLICY)).update()
+    assert page is not None
+    columns = page["metrics"]["columns"]
+    assert len(columns["rollout/reward_mean"]) == STEPS
+    # the engine has each update's weights: its log-probs are those that Megatron computes
+    assert max(columns["train/logprob_diff_max"]) < 1e-5
+    assert len([*(tmp_path / "weights").iterdir()]) == STEPS + 1
+    steps = re.findall(r"step \d+: ({'train/loss.*?})", output)
+    for step in range(STEPS):
+        logged = dict(re.findall(r"'(train/\w+)': ([-\w.]+)", steps[step]))
+        weights = tmp_path / "weights" / f"weight_v{step + 1:06d}"
+        again = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights)).again
+        for name in ("train/loss", "train/grad_norm"):
+            assert again[name] == pytest.approx(float(logged[name]), abs=1e-5), name
+
+
+def test_a_machine_with_a_gpu_is_refused():
+    refused = f"from {install.__module__} import install; install()"
+    program = f"import torch; torch.cuda.is_available = lambda: True; {refused}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: this machine has a GPU: run slime's script itself" in ended.stderr
+
+
+ARGUMENTS, ROUTER = "slime/backends/megatron_utils/arguments.py", "megatron/core/transformer/moe/router.py"
+FILES = {
+    ARGUMENTS: "def _set_default_megatron_args(args)",
+    "megatron/core/package_info.py": "MINOR = 16",
+    "megatron/core/tensor_parallel/inference_layers.py": "class InferenceLayerNormColumnParallelLinear",
+    ROUTER: "register_routing_replay",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, ""),
+        ({ARGUMENTS: None}, "SLIME_DIR=.* has no slime/backends/.*arguments.py: take commit 624b824"),
+        ({ARGUMENTS: "other"}, "has no 'def _set_default_megatron_args' in slime/.*: take commit 624b824"),
+        ({"megatron/core/package_info.py": "MINOR = 17"}, "MEGATRON_DIR=.* 'MINOR = 16' in .*: take commit 1dcf0dafa8"),
+        ({ROUTER: "other"}, "lacks slime's patches: git -C .* apply .*/docker/patch/latest/megatron"),
+    ],
+)
+def test_another_commit_is_named_with_what_it_lacks(changes: dict[str, str | None], sentence: str, tmp_path: Path):
+    for file, text in (FILES | changes).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / file).write_text(text)
+    environ = dict.fromkeys(("SLIME_DIR", "MEGATRON_DIR"), str(tmp_path))
+    with pytest.raises(AglSlimeError, match=sentence) if changes else nullcontext():
+        assert Sources.find(environ) == Sources(slime=tmp_path, megatron=tmp_path)
+
+
+def test_missing_sources_name_the_script_that_fetches_them(tmp_path: Path):
+    with pytest.raises(AglSlimeError, match=r"SLIME_DIR=.* is no directory: .*scripts/slime_cpu.sh"):
+        Sources.find({"SLIME_DIR": str(tmp_path / "none")})
