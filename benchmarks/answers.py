@@ -174,22 +174,25 @@ class Speaker:
         self.thinks = not self._shut and "REASON" in self._answer(
             {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         )
-        several = [_QUESTION, self._with_text(_example(model, 2))]
-        one = [_QUESTION, self._with_text(call)]
-        self.parallel = not self._refused(several) and (
-            self._refused(one) or self.render(several, None, opening=False) != self.render(one, None, opening=False)
+        several, one = [_QUESTION, _example(model, 2)], [_QUESTION, call]
+        self.parallel = not self._refused(self._shown(several)) and (
+            self.render(several, None, opening=False) != self.render(one, None, opening=False)
         )
-        mixed = {**self._with_text(call), "content": "yes", "reasoning_content": "REASON"}
-        self._content_beside = not self._refused([_QUESTION, mixed])
+        mixed = {**call, "content": "yes", "reasoning_content": "REASON"}
+        self._content_beside = not self._refused(self._shown([_QUESTION, mixed]))
         later = [{"role": "user", "content": "FIRST"}, {"role": "system", "content": "LATER"}, _QUESTION]
         text = "" if self._refused(later) else self.render(later, None, opening=False)
         self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
         """The template's text; raises the template's error."""
-        shown = self.fitted([self._with_text(message) for message in messages] if self._as_text else messages)
+        shown = self.fitted(self._shown(messages))
         how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opening, "tools": tools, **self.model.kwargs}
         return self.tokenizer.apply_chat_template(shown, **how)
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """``messages`` with the arguments of calls in the form that the template takes."""
+        return [self._with_text(message) if self._as_text else message for message in messages]
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """``messages`` with later system messages as the user's, where the template refuses, drops
