@@ -170,9 +170,11 @@ def answer_keys(message: Mapping[str, Any]) -> list[Hashable]:
 
 
 def same_words(sent: Mapping[str, Any], served: Mapping[str, Any]) -> bool:
-    """Whether an answer, recognized by its calls or its text, came back unchanged; thinking may be left out."""
-    reasoning = _reasoning(sent).split()
-    return _text(sent["content"]) == _text(served["content"]) and reasoning in ([], _reasoning(served).split())
+    """Whether an answer, recognized by its calls or its text, came back unchanged. Thinking may be left out, and may
+    stand as the text of an answer without one, as Copilot CLI sends it."""
+    text, reasoning = _text(served["content"]), _reasoning(served)
+    same = _text(sent["content"]) in (text, text or reasoning)
+    return same and _reasoning(sent).split() in ([], reasoning.split())
 
 
 def _text(content: str) -> str:

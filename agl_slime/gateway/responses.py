@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import MOST_LOG_PROBS, Call, CallResult, Choice, json_constraint, number
@@ -179,7 +179,29 @@ _PIECES = {
 }
 
 
+class _Form(NamedTuple):
+    """The form of an item's text: the item's field, the type of its part, and the names of their events."""
+
+    field: str
+    type: str
+    part_event: str
+    text_event: str
+
+
+_MESSAGE = _Form("content", "output_text", "content_part", "output_text")
+_THINKING = _Form("content", "reasoning_text", "content_part", "reasoning_text")
+_SUMMARY = _Form("summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
+
+
+def _form_of_thinking(body: Mapping[str, Any]) -> _Form:
+    """The form of thinking; as a summary of itself for a client that requests one, which does not read the other."""
+    options = body.get("reasoning")
+    options = options if isinstance(options, Mapping) else {}
+    return _SUMMARY if options.get("summary") or options.get("generate_summary") else _THINKING
+
+
 class _ResponseStream(Stream):
+    _form = _MESSAGE
     _number = -1
     _item: dict[str, Any] | None = None
     _place = -1
@@ -198,9 +220,8 @@ class _ResponseStream(Stream):
                 yield from self._shut()
                 yield from self._begin(kind)
             self._sent += text
-            name = "reasoning_text" if kind == "reasoning" else "output_text"
-            more = {} if kind == "reasoning" else {"logprobs": []}
-            yield self._event(f"response.{name}.delta", **self._at(), content_index=0, delta=text, **more)
+            logprobs = {"logprobs": []} if kind == "message" else {}
+            yield self._text_event(f"{self._form.text_event}.delta", delta=text, **logprobs)
 
     def end(self, result: CallResult) -> Iterator[bytes]:
         final = Responses().answer(self.body, result, self.decode)
@@ -226,26 +247,28 @@ class _ResponseStream(Stream):
 
     def _begin(self, kind: str) -> Iterator[bytes]:
         self._place, self._sent = self._place + 1, ""
-        self._item = _reasoning(self.head.id, "") if kind == "reasoning" else _message(self.head.id, "", "in_progress")
-        self._item["content"] = []
-        yield self._event("response.output_item.added", output_index=self._place, item=self._item)
-        part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
-        yield self._event("response.content_part.added", **self._at(), content_index=0, part=part)
+        self._form = _MESSAGE if kind == "message" else _form_of_thinking(self.body)
+        item = self._item = self._streamed_item("", status="in_progress")
+        (part,) = item[self._form.field]
+        yield self._event("response.output_item.added", output_index=self._place, item={**item, self._form.field: []})
+        yield self._text_event(f"{self._form.part_event}.added", part=part)
+
+    def _streamed_item(self, text: str, **message: str) -> dict[str, Any]:
+        if self._form is _MESSAGE:
+            return _message(self.head.id, text, **message)
+        return _reasoning(self.head.id, text, self.body)
+
+    def _text_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(f"response.{kind}", **self._at(), **{f"{self._form.field}_index": 0}, **fields)
 
     def _shut(self, final_items: Mapping[str, Any] | None = None) -> Iterator[bytes]:
         if self._item is None:
             return
-        kind = self._item["type"]
-        item = (final_items or {}).get(self._item["id"])
-        if item is None:
-            item = _reasoning(self.head.id, self._sent) if kind == "reasoning" else _message(self.head.id, self._sent)
-        part = item["content"][0]
-        if kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **self._at(), content_index=0, text=part["text"])
-        else:
-            logprobs = {"logprobs": part["logprobs"]}
-            yield self._event("response.output_text.done", **self._at(), content_index=0, text=part["text"], **logprobs)
-        yield self._event("response.content_part.done", **self._at(), content_index=0, part=part)
+        item = (final_items or {}).get(self._item["id"]) or self._streamed_item(self._sent)
+        part = item[self._form.field][0]
+        done = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._text_event(f"{self._form.text_event}.done", **done)
+        yield self._text_event(f"{self._form.part_event}.done", part=part)
         yield self._event("response.output_item.done", output_index=self._place, item=item)
         self._item = None
 
@@ -282,7 +305,7 @@ def _head(result: CallResult, body: Mapping[str, Any], status: str) -> dict[str,
 
 def _items(answer_id: str, choice: Choice, body: Mapping[str, Any], decode: Decode) -> Iterator[dict[str, Any]]:
     if choice.reasoning:
-        yield _reasoning(answer_id, choice.reasoning)
+        yield _reasoning(answer_id, choice.reasoning, body)
     if choice.content or not (choice.calls or choice.reasoning):
         wanted = "message.output_text.logprobs" in (body.get("include") or ())
         log_probs = logprobs(choice, decode)["content"] if wanted else []
@@ -305,9 +328,14 @@ def _call(item_id: str, call: ToolCall, kind: str, namespace: str) -> dict[str, 
     return {**head, "type": "function_call", "status": "completed", "arguments": arguments}
 
 
-def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{answer_id}", "type": "reasoning", "summary": [], "content": content}
+def _reasoning(answer_id: str, text: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    form = _form_of_thinking(body)
+    return {
+        "id": f"rs_{answer_id}",
+        "type": "reasoning",
+        "summary": [],
+        form.field: [{"type": form.type, "text": text}],
+    }
 
 
 def _message(answer_id: str, text: str, status: str = "completed", logprobs: Any = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_slime.tokens.forks import ForkReason
 from tests.gateway.protocols import (
     ANTHROPIC_TOOL,
     CHATS,
@@ -45,24 +46,45 @@ def test_responses_continue_by_items_and_by_previous_id() -> None:
         one_sample(case, 3)
 
 
-@pytest.mark.parametrize("says", ["Plain words.", THINKS])
-def test_the_events_of_a_response_add_up_to_it(says: str) -> None:
+@pytest.mark.parametrize(
+    ("says", "fields"),
+    [("Plain words.", {}), (THINKS, {}), (THINKS, {"reasoning": {"effort": "medium", "summary": "auto"}})],
+    ids=["text", "thinking", "summary"],
+)
+def test_the_events_of_a_response_add_up_to_it(says: str, fields: dict[str, Any]) -> None:
     from openai.types.responses import Response
 
     with serving(says) as case:
-        body = body_of("responses", [user("Weather?")], tools=[FUNCTION], stream=True)
+        fields = {"tools": [FUNCTION], **fields}
+        body = body_of("responses", [user("Weather?")], stream=True, **fields)
         events = response_events(httpx.post(f"{case.llm.endpoint}/responses", json=body))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert events[-1].type == "response.completed"
         final = Response.model_validate(events[-1].response.model_dump())
         client = openai_client(case).responses
-        with client.stream(model="m", input="Weather?", tools=[FUNCTION]) as stream:
+        with client.stream(model="m", input="Weather?", **fields) as stream:
             built = stream.get_final_response()
-        whole = client.create(model="m", input="Weather?", tools=[FUNCTION])
+        whole = client.create(model="m", input="Weather?", **fields)
         assert final.output_text == built.output_text == whole.output_text
         assert [item.type for item in built.output] == [item.type for item in whole.output]
         done = [event.item for event in events if event.type == "response.output_item.done"]
         assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
+        for response in (final, built, whole) if says == THINKS else ():
+            texts = {name: getattr(response.output[0], name) for name in ("summary", "content")}
+            [(place, [part])] = [(name, parts) for name, parts in texts.items() if parts]
+            assert (place, part.text) == ("summary" if "reasoning" in fields else "content", "a b")
+
+
+@pytest.mark.parametrize("same_id", [True, False])
+def test_a_message_that_repeats_the_thinking_is_the_answer_of_its_calls(same_id: bool) -> None:
+    """As Copilot CLI sends an answer without text, where its thinking came as content."""
+    with serving(f"<think>\na b\n</think>\n\n{CALL}", "Sunny.") as case:
+        talk = Talk(case, "responses", tools=[FUNCTION], store=False)
+        _, call = talk.ask(user("Weather?"))
+        call["call_id"] = call["call_id"] if same_id else "call_x"
+        talk.history.insert(-1, {"type": "message", **assistant([{"type": "output_text", "text": "a b"}])})
+        talk.ask(*talk.results())
+        assert [turn.fork for turn in case.turns] == [None, None if same_id else ForkReason.EDITED_HISTORY]
 
 
 def test_a_streamed_response_that_a_limit_cuts_is_an_answer_and_no_error() -> None:
