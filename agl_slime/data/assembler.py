@@ -242,11 +242,13 @@ class GroupAssembler:
         member = next(iter(group.members.values()))
         why = STRAGGLER_REASONS[code not in ("", "timeout")]
         late = [_straggler(name, member, why) for name in group.enlisted if name not in group.members]
+        order = {name: place for place, name in enumerate(group.enlisted)}
+        ended = sorted(group.members.values(), key=lambda member: order.get(member.rollout_id, len(order)))
         result = GroupResult(
             group_id=group_id,
             mode=group.mode,
             size=group.size,
-            members=(*group.members.values(), *group.retried, *late),
+            members=(*ended, *group.retried, *late),  # in the order of draw, whichever ended first
             ready=ready,
             reason=reason,
             code=code,

@@ -12,6 +12,7 @@ A single-worker executor, each step queueing the next one, was measured slower b
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ import transformers  # its models take seconds to import, when one is made
 
 from agl_slime.engine.experts import ExpertCapture, routers_of
 from agl_slime.engine.requests import BadRequest, Request
-from agl_slime.engine.sampling import RowParams, sample
+from agl_slime.engine.sampling import RowParams, sample, uniforms
 from agl_slime.engine.slots import SlotModel
 from agl_slime.engine.weights import load_weights
 from agl_slime.errors import EngineError
@@ -84,7 +85,7 @@ class Engine:
         self.returns_routed_experts = return_routed_experts
         self.context_length, self.max_total_tokens = self._slots.context, self._slots.capacity
         self._prefill_tokens = prefill_tokens
-        self._generator = torch.Generator().manual_seed(seed)
+        self._random = random.Random(seed)
         self._wake = threading.Condition()  # its lock guards these four:
         self._commands: deque[Callable[[], None]] = deque()
         self._updates: deque[Callable[[], None]] = deque()  # commands that wait for the running requests to end
@@ -110,7 +111,9 @@ class Engine:
                 raise stopped
             if duplicate := next((request.rid for request in requests if request.rid in self._by_rid), None):
                 raise BadRequest(f"Duplicate request ID detected: {duplicate}")
-            self._by_rid.update((request.rid, request) for request in requests)
+            for request in requests:
+                self._by_rid[request.rid] = request
+                request.seed = self._random.getrandbits(63) if request.seed is None else request.seed
             self._commands.append(lambda: self._waiting.extend(requests))
             self._wake.notify()
 
@@ -269,7 +272,7 @@ class Engine:
             if not request.started:
                 request.cached_tokens = filled.cached[row]
             request.started = True
-        sampled = sample(filled.logits, RowParams.of(batch), self._generator)
+        sampled = sample(filled.logits, RowParams.of(batch), uniforms(batch))
         self._running.extend(batch)
         self._last_ids = torch.cat([self._last_ids, sampled[0]])
         self._params = None
@@ -288,7 +291,7 @@ class Engine:
         if self._params is None:
             self._params = RowParams.of(self._running)
         logits = self._slots.decode(self._last_ids)
-        sampled = sample(logits, self._params, self._generator)
+        sampled = sample(logits, self._params, uniforms(self._running))
         self._last_ids = sampled[0]
         self._take(0, *sampled)
 

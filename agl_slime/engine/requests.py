@@ -26,7 +26,7 @@ UNSUPPORTED: Mapping[str, Any] = {
 }
 # Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as
 # well unless it is started for them.
-_WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval", "sampling_seed")
+_WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval")
 
 
 MOST_SEQUENCES = 4096
@@ -70,6 +70,8 @@ class Sampling(BaseModel):
     no_stop_trim: bool = False
     n: int = Field(default=1, le=MOST_SEQUENCES)
     """Answers to one prompt."""
+    sampling_seed: int | None = None
+    """Decides the draws, with the place of each token; the n-th answer to a prompt has this seed plus n."""
     nucleus: bool = False
     """Report what top_p and top_k leave of each token; log-probs are then of that."""
 
@@ -122,6 +124,8 @@ class Request:
     """How many of the likeliest tokens to report for each sampled one."""
     experts_start: int | None = None
     """First token to report the routed experts of; ``None`` reports none."""
+    seed: int | None = None
+    """The seed of its draws; the engine chooses one where there is none."""
     on_finish: Callable[[Request], object] = lambda _: None
     on_token: Callable[[], object] | None = None
     """Called after each step that sampled a token of this request."""
@@ -252,11 +256,12 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
             logprob_start_len=start if logprob and start is not None else -1,
             top_logprobs=top or 0 if logprob else 0,
             experts_start=asked.routed_experts_start_len if experts else None,
+            seed=None if sampling.sampling_seed is None else sampling.sampling_seed + number,
         )
         for prompt, sampling, logprob, start, top, experts in zip(
             *(prompts, params, wanted, starts, tops, routed), strict=True
         )
-        for _ in range(n)
+        for number in range(n)
     ]
     if asked.stream and len(requests) > 1:
         raise BadRequest("stream is supported by the embedded engine for one prompt and n=1 only: use a real SGLang")

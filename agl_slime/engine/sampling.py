@@ -16,15 +16,18 @@ an answer never depends on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agl_slime.engine.requests import Request
 
 ALL_TOKENS = 1 << 30
 """The top_k that cuts nothing; SGLang's -1."""
+_UINT64, _GOLDEN = 2**64 - 1, np.uint64(0x9E3779B97F4A7C15)
 _FLAT = 4096  # vocabularies up to this size are drawn from in one step
 _FEW = 1024  # the most likely tokens, which hold all that top_k and top_p leave, nearly always
 
@@ -73,10 +76,27 @@ class RowParams:
 Sampled = tuple[torch.Tensor, torch.Tensor, list[list[tuple[float, int]]], dict[int, list[int]]]
 
 
-def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) -> Sampled:
-    """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary], and of
-    each row the ``params.top`` likeliest tokens, empty for none. Where a row wants its nucleus, the last has what top_k
-    and top_p leave of each row that they cut, by the row's number; the log-prob of such a row is of that."""
+def uniforms(requests: Sequence[Request]) -> torch.Tensor:
+    """Three numbers in [0, 1) for the next token of each request, float64 [rows, 3], from its seed and the token's
+    place alone: neither from time nor from other requests, and a resumed answer has the draws of an uncut one.
+    SplitMix64 (Steele, Lea and Flood 2014), with the place as its counter."""
+    seeds = np.array([(request.seed or 0) & _UINT64 for request in requests], np.uint64)
+    places = np.array([len(request.input_ids) + len(request.output_ids) for request in requests], np.uint64)
+    counters = (_mix(seeds) + places)[:, None] * np.uint64(3) + np.arange(3, dtype=np.uint64)
+    return torch.from_numpy((_mix(counters * _GOLDEN) >> np.uint64(11)) * 2.0**-53)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(31))
+
+
+def sample(logits: torch.Tensor, params: RowParams, draws: torch.Tensor) -> Sampled:
+    """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary] and the
+    rows' ``draws`` (``uniforms``), and of each row the ``params.top`` likeliest tokens, empty for none. Where a row
+    wants its nucleus, the last has what top_k and top_p leave of each row that they cut, by the row's number; the
+    log-prob of such a row is of that."""
     scaled = logits if params.unit else logits / params.temperature.unsqueeze(1)
     # one copy of the logits' size serves the log-probs' denominator and the draw
     peak = scaled.amax(-1, keepdim=True)
@@ -85,12 +105,12 @@ def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) 
     if params.greedy:
         ids = logits.argmax(-1)  # of the logits themselves: rounding could make two log-probs equal
     else:
-        ids = _draw(weights, generator)
+        ids = _draw(weights, draws)
         if not params.plain:
             ids = torch.where(params.top_k == 1, logits.argmax(-1), ids)
             cut = ((params.top_k != 1) & ((params.top_k < ALL_TOKENS) | (params.top_p < 1.0))).nonzero().squeeze(1)
             if len(cut):
-                ids[cut] = _draw_cut(weights[cut], params.top_p[cut], params.top_k[cut], generator)
+                ids[cut] = _draw_cut(weights[cut], params.top_p[cut], params.top_k[cut], draws[cut, 2])
     log_probs = scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer
     kept: dict[int, list[int]] = {}
     if params.nucleus:
@@ -114,9 +134,7 @@ def _kept(weights: torch.Tensor, top_p: float, top_k: int, sampled: int) -> torc
     return left if (left == sampled).any() else torch.cat((left, torch.tensor([sampled])))
 
 
-def _draw_cut(
-    weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
+def _draw_cut(weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     probabilities = weights / weights.sum(-1, keepdim=True)
     width = weights.shape[1]
     few = min(width, _FEW)
@@ -127,28 +145,28 @@ def _draw_cut(
     before = ordered.cumsum(-1) - ordered
     ranks = torch.arange(ordered.shape[1]).unsqueeze(0)
     kept = (before <= top_p.unsqueeze(1)) & (ranks < top_k.unsqueeze(1))
-    return order.gather(1, _pick(ordered * kept, generator).unsqueeze(1)).squeeze(1)
+    return order.gather(1, _pick(ordered * kept, draws).unsqueeze(1)).squeeze(1)
 
 
-def _draw(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """One place per row, each as likely as its share of the row's weights. A large vocabulary is drawn from in two
     steps, a block of tokens and a token of that block: one pass over the weights instead of several."""
     rows, width = weights.shape
     block = next((size for size in (256, 128, 64) if width > _FLAT and width % size == 0), None)
     if block is None:
-        return _pick(weights, generator)
+        return _pick(weights, draws[:, 0])
     blocks = weights.view(rows, -1, block)
-    chosen = _pick(blocks.sum(-1), generator)
-    return chosen * block + _pick(blocks[torch.arange(rows), chosen], generator)
+    chosen = _pick(blocks.sum(-1), draws[:, 0])
+    return chosen * block + _pick(blocks[torch.arange(rows), chosen], draws[:, 1])
 
 
-def _pick(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _pick(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     # Inverse of the cumulative distribution in float64: one uniform number per row, several times cheaper than
     # torch.multinomial here. A token of weight 0 is never drawn: the first place where the cumulative weight exceeds
     # the point always has a weight of its own, and the point stays below the total.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    point = torch.rand(weights.shape[0], 1, dtype=torch.float64, generator=generator) * total
+    point = draws.unsqueeze(1) * total
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
     # weights that are not finite, as of a model whose logits are not, still give a place
     return torch.searchsorted(cumulative, point, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)

@@ -114,8 +114,9 @@ def test_failed_members_are_retried_in_the_same_group_if_they_can_be() -> None:
     assert add(groups, failed) is None
     assert groups.take_retries() == [failed]
     assert groups.take_retries() == []
+    assert enlist(groups, "g", "b")
     assert enlist(groups, "g", "a2")
-    result = finalized(groups, member("b"), member("a2"))
+    result = finalized(groups, member("a2"), member("b"))  # members are in the order of draw
     assert result.ready
     assert names(result.members) == ["b", "a2", "a"]
     assert names(result.succeeded) == ["b", "a2"]

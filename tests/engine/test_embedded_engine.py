@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agl_slime.engine.requests import parse_generate
 from agl_slime.errors import ConfigError, EngineError
 from tests.engine.engines import Requests, load_model, running_engine
 
@@ -167,3 +168,21 @@ def test_a_model_that_would_be_served_wrongly_is_refused() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     with pytest.raises(ConfigError, match="cannot serve this model"):
         SlotModel(model, slots=2, context=64)
+
+
+def test_a_seed_gives_one_answer_alone_in_a_crowd_and_resumed(requests: Requests) -> None:
+    def answer(ids: list[int], seed: int | None, *, crowd: int = 0, n_tokens: int = 12) -> list[int]:
+        rows = [requests.make(str(row), ids, temperature=1.0, max_new_tokens=n_tokens) for row in range(crowd + 1)]
+        rows[crowd // 2].seed = seed
+        requests.engine.submit(*rows)
+        for _ in rows:
+            requests.next()
+        assert len({tuple(row.output_ids) for row in rows}) == len(rows)
+        return rows[crowd // 2].output_ids
+
+    whole = answer([5, 6, 7], 3)
+    assert answer([5, 6, 7], 3, crowd=6) == whole
+    assert answer([5, 6, 7, *whole[:5]], 3, n_tokens=7) == whole[5:]
+    assert answer([5, 6, 7], 4) != whole != answer([5, 6, 7], None)
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"sampling_seed": 2, "n": 2}}
+    assert [request.seed for request in parse_generate(body, encode=lambda _: [])[0]] == [2, 3]

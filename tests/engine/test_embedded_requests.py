@@ -19,7 +19,7 @@ def parse(body: Any) -> Any:
 
 
 def test_defaults_equal_sglangs() -> None:
-    neutral = {"min_p": 0.0, "regex": None, "repetition_penalty": 1.0, "min_new_tokens": 0, "sampling_seed": 3}
+    neutral = {"min_p": 0.0, "regex": None, "repetition_penalty": 1.0, "min_new_tokens": 0}
     for params in (None, {"temperature": None, "stop": None}, neutral):
         sampling = sampling_of(params)
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, -1, 128)
