@@ -90,8 +90,8 @@ class BufferWriter:
         await self._batches.add(body)
 
     async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
-        what = f"the buffer at {shown_url(self._url)} stored no item"
-        backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
+        failure = f"the buffer at {shown_url(self._url)} stored no item"
+        backoff = Backoff(failure, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
             await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), is_transient)
         except aiohttp.ClientResponseError as error:
@@ -112,15 +112,15 @@ def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row,
     """
     repeat = int(payload["num_repeat_per_sample"])
     skip = Counter(orjson.dumps(instance_id) for instance_id in payload.get("skip_instance_ids") or ())
-    partial = payload.get("partial_groups") or ()
-    parts = {orjson.dumps([part["instance_id"], part.get("group_id")]): int(part["items"]) for part in partial}
+    groups = payload.get("partial_groups") or ()
+    stored = {orjson.dumps([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in groups}
     for epoch in range(int(payload.get("num_epoch", 1))):
         for row in shuffled(rows, f"0:{epoch}"):
             key = orjson.dumps(row["instance_id"])
             if skip[key] > 0:
                 skip[key] -= 1
                 continue
-            for _ in range(repeat - parts.pop(orjson.dumps([row["instance_id"], epoch]), 0)):
+            for _ in range(repeat - stored.pop(orjson.dumps([row["instance_id"], epoch]), 0)):
                 yield row, epoch
 
 
@@ -178,7 +178,7 @@ def _json_safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     if isinstance(value, dict):
-        return {_json_safe(key): _json_safe(one) for key, one in value.items()}
+        return {_json_safe(key): _json_safe(entry) for key, entry in value.items()}
     return [*map(_json_safe, value)] if isinstance(value, list) else value
 
 
@@ -187,9 +187,9 @@ def _not_finite(value: Any, place: str = "") -> Iterator[str]:
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{place} is {value}"
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, one in entries:
-        if isinstance(one, (float, dict, list, tuple)):
-            yield from _not_finite(one, f"{place}.{key}" if place else str(key))
+    for key, entry in entries:
+        if isinstance(entry, (float, dict, list, tuple)):
+            yield from _not_finite(entry, f"{place}.{key}" if place else str(key))
 
 
 def failed_item(row: Row, epoch: int, error: str, *, uid: str | None = None) -> Item:

@@ -91,7 +91,7 @@ class WrittenItem:
     body: bytes
 
 
-def check(model: type[Model], value: Any, what: str = "the body") -> Model:
+def check(model: type[Model], value: Any, subject: str = "the body") -> Model:
     """``value`` as the model; raises ``BufferRequestError`` naming the field, its value and the expected type."""
     try:
         return model.model_validate(value)
@@ -99,12 +99,12 @@ def check(model: type[Model], value: Any, what: str = "the body") -> Model:
         errors = error.errors(include_url=False, include_context=False)
         place = errors[0]["loc"]
         if not place:
-            raise BufferRequestError(f"{what} is of type {type(value).__name__}; expected an object") from None
-        field = ".".join(str(part) for at, part in enumerate(place) if at == 0 or isinstance(part, int))
+            raise BufferRequestError(f"{subject} is of type {type(value).__name__}; expected an object") from None
+        field = ".".join(str(part) for index, part in enumerate(place) if index == 0 or isinstance(part, int))
         if errors[0]["type"] == "missing":
-            raise BufferRequestError(f"{what} has no {field}") from None
+            raise BufferRequestError(f"{subject} has no {field}") from None
         expected = " or ".join(dict.fromkeys(entry["msg"] for entry in errors if entry["loc"][:1] == place[:1]))
-        raise BufferRequestError(f"{what}: {field} is {shortened(errors[0]['input'])}; {expected}") from None
+        raise BufferRequestError(f"{subject}: {field} is {shortened(errors[0]['input'])}; {expected}") from None
 
 
 def parse_body(raw: bytes) -> Any:

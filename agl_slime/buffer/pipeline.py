@@ -142,19 +142,19 @@ class GroupPipeline:
         settings = self.settings
         size = settings.group_size
         reasons = ["" if self._filter(item, self._task_type) else REASON_ITEM_FILTERED for item in items]
-        kept = [at for at, reason in enumerate(reasons) if not reason]
+        valid = [index for index, reason in enumerate(reasons) if not reason]
         needed = settings.items_for(settings.min_valid_item_size_ratio)
         if late:
             needed = max(needed, settings.items_for(settings.min_timeout_group_size_ratio))
-        if len(kept) < needed:
-            detail = f"{len(kept)} of {size} items are valid, {needed} are needed"
+        if len(valid) < needed:
+            detail = f"{len(valid)} of {size} items are valid, {needed} are needed"
             raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, detail)
-        rewards = [reward for at in kept if (reward := stages.numeric_reward(items[at])) is not None]
-        if settings.drop_zero_variance and len(rewards) == len(kept) > 1 and all_equal(rewards):
-            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards[0]}")
-        for at in kept[size:]:
-            reasons[at] = REASON_SURPLUS
-        _, normalized = self._normalize((instance_id, [items[at] for at in kept[:size]]))
+        rewards = [reward for index in valid if (reward := stages.numeric_reward(items[index])) is not None]
+        if settings.drop_zero_variance and len(rewards) == len(valid) > 1 and all_equal(rewards):
+            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(valid)} rewards are {rewards[0]}")
+        for index in valid[size:]:
+            reasons[index] = REASON_SURPLUS
+        _, normalized = self._normalize((instance_id, [items[index] for index in valid[:size]]))
         _, padded = self._pad((instance_id, list(normalized)), size)
         return FinishedGroup(self._checked(padded, "the stages"), reasons)
 

@@ -193,10 +193,10 @@ class Records:
         lost: list[StoredGroup] = []
         with self._database.transaction() as connection:
             names = None if trained_groups is None else set(trained_groups)
-            left = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
+            counts = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
             for group in self._where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
-                is_trained = left[group.instance_json] > 0 if names is None else self._name(group) in names
-                left[group.instance_json] -= is_trained
+                is_trained = counts[group.instance_json] > 0 if names is None else self._name(group) in names
+                counts[group.instance_json] -= is_trained
                 (trained if is_trained else lost).append(group)
             self._end(trained)
             for group in lost:
@@ -211,11 +211,11 @@ class Records:
         connection = self._database.connection
         trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
         query = "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1"
-        payload, before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
+        payload, finished_before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
         earlier = json_value(payload.encode()).get("skip_instance_ids") or ()
         trained.subtract(orjson.dumps(instance).decode() for instance in earlier)
         query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
-        trained.subtract(row[0] for row in connection.execute(query, (task, before)))
+        trained.subtract(row[0] for row in connection.execute(query, (task, finished_before)))
         return trained
 
     # -- runs of generators -------------------------------------------------------------------------------------------

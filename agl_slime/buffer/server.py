@@ -183,6 +183,6 @@ async def _serve(settings: BufferSettings) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     ended = stop_signal()
     async with BufferServer(settings=settings) as server:
-        kept = f"kept in {settings.run_dir}" if settings.run_dir is not None else "in memory only; --run-dir keeps it"
-        print_line(f"rollout buffer at {server.url} (items {kept})")
+        place = f"kept in {settings.run_dir}" if settings.run_dir is not None else "in memory only; --run-dir keeps it"
+        print_line(f"rollout buffer at {server.url} (items {place})")
         await ended.wait()

@@ -156,23 +156,23 @@ class RolloutBuffer:
         if name not in self._tasks:
             await run_in_thread(self._use_task, name, request)
         start = partial(self._start_run, self._tasks[name], request, payload)
-        run_no, again = await self._in_time(self._tasks[name], start, f"the run of {name!r} could not be started")
-        return {"message": "Rollout started", "task_type": name, "run": run_no, "groups_handed_out_again": again}
+        run_no, reopened = await self._in_time(self._tasks[name], start, f"the run of {name!r} could not be started")
+        return {"message": "Rollout started", "task_type": name, "run": run_no, "groups_handed_out_again": reopened}
 
     def _start_run(self, task: _Task, request: StartRequest, payload: dict[str, Any]) -> tuple[int, int]:
         if task.run is not None:
             task.run.stop("replaced")
             task.run = None
-        again = 0
+        reopened = 0
         if request.fresh:
             self.store.discard(task.name)
         else:
-            again = self.store.resume(task.name, request.skip_instance_ids or (), request.trained_groups)
+            reopened = self.store.resume(task.name, request.skip_instance_ids or (), request.trained_groups)
         payload.pop("trained_groups", None)
         run_no = self.store.start_run(task.name, payload)
         self._use_task(task.name, request, run_no)
         self._launch(task, run_no, payload)
-        return run_no, again
+        return run_no, reopened
 
     def _launch(self, task: _Task, run_no: int, payload: Mapping[str, Any]) -> None:
         def finished(state: str, error: str) -> None:
@@ -198,7 +198,7 @@ class RolloutBuffer:
         """The payload for a start at this moment, which skips whole groups in the buffer and names incomplete ones."""
         groups = self.store.undecided(task.name)
         whole = [group.instance_id for group in groups if group.count >= task.group_size]
-        parts = [group.place for group in groups if group.count < task.group_size]
+        incomplete = [group.place for group in groups if group.count < task.group_size]
         return {
             **payload,
             "remote_buffer_url": f"{self._url}/runs/{key}",  # implies the task type, and replaces the token
@@ -207,7 +207,7 @@ class RolloutBuffer:
                 *self.store.finished_since(run_no),
                 *whole,
             ],
-            "partial_groups": parts,
+            "partial_groups": incomplete,
         }
 
     def _input_file(self, name: str) -> Path:

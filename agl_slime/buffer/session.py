@@ -129,20 +129,20 @@ class AgentRolloutSession:
                 await self._fetch(None, payload)
         return await run_in_thread(lambda: [maker.group(group) for group in self.fetched])
 
-    async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
+    async def _fetch(self, most_items: int | None, payload: Payload) -> dict[str, Any]:
         """Wait until the buffer delivers items, and add them to ``fetched``. Returns their meta information."""
         settings, url = self.settings, self.settings.buffer_url
         options = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
         tries = None if settings.retry_times < 0 else settings.retry_times + 1
-        what = f"the rollout buffer at {shown_url(url)}"
-        failures = Backoff(f"{what} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
+        buffer = f"the rollout buffer at {shown_url(url)}"
+        failures = Backoff(f"{buffer} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
         pause, checked = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
-                items, meta_info = await get_rollout_data(url, wanted, **options)
+                items, meta_info = await get_rollout_data(url, most_items, **options)
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 if not is_transient(error):
-                    raise DataSourceError(f"{what} cannot be read: {error}") from error
+                    raise DataSourceError(f"{buffer} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
                 await failures.pause(error)
                 continue
@@ -199,12 +199,12 @@ class AgentRolloutSession:
 async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | None) -> dict[str, Any]:
     """The answer to ``POST /start_rollout``. Retries an unreachable buffer for ten minutes, then raises
     ``DataSourceError``; a refusal raises ``ConfigError``."""
-    what = f"the rollout buffer at {shown_url(url)} could not be started"
-    backoff = Backoff(what, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
+    failure = f"the rollout buffer at {shown_url(url)} could not be started"
+    backoff = Backoff(failure, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
     try:
         return await backoff.run(lambda: ask_buffer(url, "/start_rollout", payload, token=token), is_transient)
     except aiohttp.ClientResponseError as error:
-        raise ConfigError(f"{what}: {error.message}") from error
+        raise ConfigError(f"{failure}: {error.message}") from error
 
 
 async def get_rollout_data(
@@ -232,9 +232,8 @@ async def get_rollout_data(
         content, meta_info = content.get("data"), content.get("meta_info") or {}
     if not isinstance(content, list) or not isinstance(meta_info, dict):
         raise ValueError(f"{shown_url(url)} answered without a list of items")
-    items = [
-        item.get("data", item) if isinstance(item, dict) else item for item in content
-    ]  # slime's buffer wraps items
+    # slime's buffer wraps items
+    items = [item.get("data", item) if isinstance(item, dict) else item for item in content]
     for item in items:
         missing = _REQUIRED_KEYS - item.keys() if isinstance(item, dict) else _REQUIRED_KEYS
         if missing:

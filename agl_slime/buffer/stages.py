@@ -107,15 +107,16 @@ def pad_group_data(group: Group, group_size: int) -> Group:
     instance_id, items = group
     if not items:
         return instance_id, []
-    kept = items[:group_size]
-    copies_of = [group_size // len(kept) + (position < group_size % len(kept)) for position in range(len(kept))]
+    originals = items[:group_size]
+    share, surplus = divmod(group_size, len(originals))
+    copies_of = [share + (position < surplus) for position in range(len(originals))]
     padded: list[Item] = []
-    for item, shares in zip(kept, copies_of, strict=True):
+    for item, shares in zip(originals, copies_of, strict=True):
         padded.append(item if shares == 1 else {**item, "reward": item["reward"] / shares, PADDING_SHARES: shares})
     for number in range(1, max(copies_of)):
-        for item, original, shares in zip(kept, list(padded), copies_of, strict=False):
+        for item, copied, shares in zip(originals, list(padded), copies_of, strict=False):
             if number < shares:
-                padded.append({**original, "uid": f"{item.get('uid')}#pad{number}", PADDING_OF: item.get("uid")})
+                padded.append({**copied, "uid": f"{item.get('uid')}#pad{number}", PADDING_OF: item.get("uid")})
     return instance_id, padded
 
 

@@ -186,8 +186,8 @@ class ItemStore(Records):
         state = self._tasks[task]
         if ack:
             self.acknowledge(task, ack)
-        if request_id is not None and (again := self._repeat(task, request_id)) is not None:
-            return again
+        if request_id is not None and (repeated := self._repeat(task, request_id)) is not None:
+            return repeated
         arrived = len(state.arrived)
         meta_info = self._meta_info(state, arrived) if arrived and state.pipeline.custom_meta_info else None
         decided: dict[int, _Decision] = {}
@@ -235,8 +235,8 @@ class ItemStore(Records):
         late = self._clock() - pipeline.settings.group_timeout_seconds
         for which in ("delivery_no IS NULL AND last_time < ?", "due AND last_time >= ?"):
             last = (0.0, 0)
-            where = f"task = ? AND {which} AND (last_time, no) > (?, ?) ORDER BY last_time, no LIMIT {_PAGE}"
-            while page := self._where(where, task, late, *last):
+            condition = f"task = ? AND {which} AND (last_time, no) > (?, ?) ORDER BY last_time, no LIMIT {_PAGE}"
+            while page := self._where(condition, task, late, *last):
                 yield from page
                 last = page[-1].last_time, page[-1].no
 
@@ -371,5 +371,5 @@ def _dump_item(item: Item) -> bytes:
         return json_bytes(item)
 
 
-def _same(one: bytes, other: bytes) -> bool:
-    return one == other or json_value(one) == json_value(other)
+def _same(first: bytes, second: bytes) -> bool:
+    return first == second or json_value(first) == json_value(second)

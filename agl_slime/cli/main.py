@@ -61,7 +61,6 @@ COMMANDS = {
     "buffer": ("serve a rollout buffer", "buffer.server:main"),
     "gateway": ("serve the model to agents of other runners", "gateway.command:main"),
     "record": ("serve a model to agents and record exact tokens for any trainer", "tools.record.command:main"),
-    "assign-instance-id": ("give each line of a JSON-lines file an instance_id", "buffer.instance_ids:main"),
 }
 """The commands by name, each with a description and its function, which is imported when it is asked for. A
 function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a

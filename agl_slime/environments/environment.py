@@ -83,16 +83,16 @@ class EnvironmentSettings:
         return replace(self, python=Path(python))
 
     @property
-    def others(self) -> dict[str, tuple[str, str]]:
+    def served_models(self) -> dict[str, tuple[str, str]]:
         """Model and address of each agent of ``models``. Raises ``ConfigError``."""
-        others = {}
+        served = {}
         for entry in self.models:
-            role, _, where = entry.partition("=")
-            model, _, url = where.rpartition("@") if "@" in where.partition("//")[0] else ("", "", where)
+            role, _, address = entry.partition("=")
+            model, _, url = address.rpartition("@") if "@" in address.partition("//")[0] else ("", "", address)
             if not role or not url.startswith(("http://", "https://")):
                 raise ConfigError(f"--env-model {entry}: expected ROLE=URL or ROLE=MODEL@URL")
-            others[role] = (model or role, url)
-        return others
+            served[role] = (model or role, url)
+        return served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class Environment:
     @property
     def digest(self) -> str:
         """The digest of all tasks, in order."""
-        parts = [task["digest"] for task in (*self.tasks, *(self.val_tasks or ()))]
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+        digests = [task["digest"] for task in (*self.tasks, *(self.val_tasks or ()))]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def gateway(self, settings: GatewaySettings | None = None) -> GatewaySettings:
         """``settings`` with this environment's agents, which the gateway knows by model name."""
@@ -175,42 +175,42 @@ def load_environment(
     if not isinstance(name, EnvironmentSettings):
         name = EnvironmentSettings(name=name, python=None if python is None else Path(python), **settings)
     chosen = name.complete()
-    name = str(chosen.name)
+    name, served = str(chosen.name), chosen.served_models
     spec: dict[str, Any] = {
         "name": name,
         "arguments": list(chosen.arguments),
         "eval_split": chosen.eval_split,
         "most_tasks": chosen.most_tasks,
         "most_of_endless": _MOST_OF_ENDLESS,
-        "others": chosen.others,
+        "others": served,
         "max_concurrent": chosen.max_concurrent,
         "workers": chosen.workers,
         "poll_interval_s": _POLL_S,
     }
     description = _describe(chosen, spec)
     agents: dict[str, bool] = description["agents"]
-    for flag, names in (("trained", chosen.trained), ("untrained", chosen.untrained), ("env-model", chosen.others)):
+    for flag, names in (("trained", chosen.trained), ("untrained", chosen.untrained), ("env-model", served)):
         if unknown := set(names) - agents.keys():
             listed = ", ".join(agents)
             raise ConfigError(f"--{flag} {', '.join(sorted(unknown))}: the agents of {name} are {listed}")
     trained = [
         role
         for role, trainable in agents.items()
-        if (role in chosen.trained or (trainable and role not in chosen.untrained)) and role not in chosen.others
+        if (role in chosen.trained or (trainable and role not in chosen.untrained)) and role not in served
     ]
-    untrained = [role for role in agents if role not in trained and role not in chosen.others]
+    untrained = [role for role in agents if role not in trained and role not in served]
     if not trained:
         raise ConfigError(f"--env {name}: none of its agents ({', '.join(agents)}) is trained")
-    tasks, val_tasks, out, how = _split(
+    tasks, val_tasks, out, split_text = _split(
         description["tasks"], seed=seed, held_out=held_out, validate=validate, name=name
     )
-    lines = [f"{name} ({description['env_id']}, verifiers {description['verifiers']}): {len(tasks)} tasks{how}"]
+    lines = [f"{name} ({description['env_id']}, verifiers {description['verifiers']}): {len(tasks)} tasks{split_text}"]
     if description["endless"] and not chosen.most_tasks:
         lines.append(f"its taskset is endless, the first {_MOST_OF_ENDLESS} tasks are taken (--env-tasks N)")
     room = description["room"]
     if room is not None and room < chosen.max_concurrent * chosen.workers:
         lines.append(f"{room} episodes at a time: memory and processes here suffice for as many sandboxes")
-    elsewhere = [f"{role} at {shown_url(url)}" for role, (_, url) in chosen.others.items()]
+    elsewhere = [f"{role} at {shown_url(url)}" for role, (_, url) in served.items()]
     if untrained or elsewhere or len(trained) > 1:
         roles = [f"trained: {', '.join(trained)}"]
         roles += [f"untrained: {', '.join(untrained)}"] if untrained else []
@@ -239,25 +239,25 @@ def _split(
     if "eval" in splits:  # also without validations: the split stays unseen for a later evaluation
         val_tasks = list(splits["eval"])
         out = {task["digest"] for task in val_tasks}
-        kept = [task for task in tasks if task["digest"] not in out]
-        if not kept or (validate and not val_tasks):
+        training = [task for task in tasks if task["digest"] not in out]
+        if not training or (validate and not val_tasks):
             raise ConfigError(f"--env {name}: its splits leave no task to train on, or none to validate with")
-        also = f", {len(tasks) - len(kept)} left out that are in both" if len(kept) < len(tasks) else ""
+        also = f", {len(tasks) - len(training)} left out that are in both" if len(training) < len(tasks) else ""
         if not validate:
-            return kept, None, 0, also
-        return kept, val_tasks, 0, f", and {len(val_tasks)} of its validation split{also}"
+            return training, None, 0, also
+        return training, val_tasks, 0, f", and {len(val_tasks)} of its validation split{also}"
     if not validate:
         return tasks, None, 0, ""
     digests = sorted({task["digest"] for task in tasks})
-    wanted = max(1, len(digests) // 10) if held_out is None else held_out
-    if wanted >= len(digests):
-        fix = "give more tasks, or --eval-interval 0"
-        raise ConfigError(f"--env {name}: {wanted} of {len(digests)} tasks cannot be held out for validations; {fix}")
+    n_held_out = max(1, len(digests) // 10) if held_out is None else held_out
+    if n_held_out >= len(digests):
+        problem = f"{n_held_out} of {len(digests)} tasks cannot be held out for validations"
+        raise ConfigError(f"--env {name}: {problem}; give more tasks, or --eval-interval 0")
     key = f"{seed}:held out:"
-    out = set(sorted(digests, key=lambda digest: hashlib.sha256(f"{key}{digest}".encode()).digest())[:wanted])
+    out = set(sorted(digests, key=lambda digest: hashlib.sha256(f"{key}{digest}".encode()).digest())[:n_held_out])
     val_tasks = [task for task in tasks if task["digest"] in out]
-    kept = [task for task in tasks if task["digest"] not in out]
-    return kept, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
+    training = [task for task in tasks if task["digest"] not in out]
+    return training, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
 
 
 def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -266,8 +266,8 @@ def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any
 
 def _variables() -> dict[str, str]:
     """The variables with which another Python finds this package, in this version, whatever is installed there."""
-    others = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(_package_alone()), *([others] if others else [])])}
+    inherited = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(_package_alone()), *([inherited] if inherited else [])])}
 
 
 def _package_alone() -> Path:
@@ -287,7 +287,7 @@ def _package_alone() -> Path:
 def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:
     named = f"{_SETTING} {settings.python}"
     try:
-        asked = subprocess.run(
+        completed = subprocess.run(
             _command(settings, "describe", spec),
             env={**os.environ, **_variables()},
             capture_output=True,
@@ -299,8 +299,8 @@ def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{named}: it does not run as a Python ({error}); {_FIX}") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"--env {settings.name}: it did not list its tasks within {_DESCRIBE_S:g} s") from None
-    if asked.returncode:
-        error_text = " ".join(asked.stderr.strip().splitlines()[-_ERROR_LINES:])
-        where = f" ({named}; {_FIX})" if asked.returncode == _NO_VERIFIERS else ""
-        raise ConfigError(f"--env {settings.name}: {error_text or 'no reason was given'}{where}")
-    return json.loads(asked.stdout)
+    if completed.returncode:
+        error_text = " ".join(completed.stderr.strip().splitlines()[-_ERROR_LINES:])
+        fix = f" ({named}; {_FIX})" if completed.returncode == _NO_VERIFIERS else ""
+        raise ConfigError(f"--env {settings.name}: {error_text or 'no reason was given'}{fix}")
+    return json.loads(completed.stdout)

@@ -117,12 +117,12 @@ class Player:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
-    async def play(self, wanted: Mapping[str, Any], *, address: str, name: str) -> list[dict[str, Any]]:
-        """The rewards of an episode, as data of reward events. If the spec has a directory for traces, the episode's is
-        written there as ``name``. Raises ``EpisodeFailedError``."""
+    async def play(self, reference: Mapping[str, Any], *, address: str, name: str) -> list[dict[str, Any]]:
+        """The rewards of an episode of the task that ``reference`` names, as data of reward events. If the spec has a
+        directory for traces, the episode's is written there as ``name``. Raises ``EpisodeFailedError``."""
         async with self._reading:
             try:
-                task = await asyncio.to_thread(self._finder.find, wanted)
+                task = await asyncio.to_thread(self._finder.find, reference)
             except (LookupError, TypeError) as error:
                 raise EpisodeFailedError("TaskChanged", str(error)) from error
         _address.set(address)

@@ -124,13 +124,13 @@ class Finder:
         self._streams = {split: iter(taskset) for split, taskset in tasksets.items()}
         self._read: dict[str, list[Any]] = {split: [] for split in tasksets}
 
-    def find(self, wanted: Mapping[str, Any]) -> Any:
+    def find(self, reference: Mapping[str, Any]) -> Any:
         """The task of a reference. Raises ``LookupError`` if the position has another task than when it was listed."""
-        read = self._read[wanted["split"]]
-        missing = wanted["idx"] + 1 - len(read)
+        read = self._read[reference["split"]]
+        missing = reference["idx"] + 1 - len(read)
         if missing > 0:
-            read += itertools.islice(self._streams[wanted["split"]], missing)
-        task = read[wanted["idx"]] if wanted["idx"] < len(read) else None
-        if task is None or digest_of(task) != wanted["digest"]:
-            raise LookupError(f"the taskset has another task at {wanted['idx']} than when the run began")
+            read += itertools.islice(self._streams[reference["split"]], missing)
+        task = read[reference["idx"]] if reference["idx"] < len(read) else None
+        if task is None or digest_of(task) != reference["digest"]:
+            raise LookupError(f"the taskset has another task at {reference['idx']} than when the run began")
         return task

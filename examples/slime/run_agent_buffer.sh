@@ -3,15 +3,14 @@
 #
 #   DATA=~/dapo-math-17k.jsonl SLIME_DIR=… MODEL=… MODEL_TORCH_DIST=… examples/slime/run_agent_buffer.sh
 #
-# DATA: the tasks (JSON lines with prompt and label; missing instance_ids are added in a file beside it). TASK_TYPE: the generator (math, or agl with
+# DATA: the tasks (JSON lines with prompt and label). TASK_TYPE: the generator (math, or agl with
 # AGL_SLIME_AGENT=module:Class). GENERATORS: a directory of your own generators. LOSS_MASK_TYPE: a registered name or module:Class, for items without token ids.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
 port="${BUFFER_PORT:-8889}"
-tasks="$(realpath "${DATA:?set DATA to the tasks}")"
-export DATA="${tasks%.jsonl}_instance_id.jsonl" BUFFER_URL="http://127.0.0.1:$port"
-[ "$DATA" -nt "$tasks" ] || python -m agl_slime.cli.main assign-instance-id --input "$tasks" --output "$DATA"
+DATA="$(realpath "${DATA:?set DATA to the tasks}")"
+export DATA BUFFER_URL="http://127.0.0.1:$port"
 python -m agl_slime.cli.main buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
 buffer=$!
 trap 'kill "$buffer" 2>/dev/null || true; wait "$buffer" || true' EXIT

@@ -56,7 +56,7 @@ def adds(body: dict[str, Any]) -> tuple[str, str, int]:
 
 def test_the_buffer_starts_without_agent_lightning():
     """Importing it takes seconds, which a start of the buffer and each start of a generator would wait for."""
-    modules = "agl_slime.buffer.server, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
+    modules = "agl_slime.buffer.server, agl_slime.buffer.generators.agl_generator"
     code = f"import sys, {modules}; sys.exit('agentlightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

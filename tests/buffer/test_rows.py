@@ -2,58 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 import pytest
 
 from agl_slime.buffer.client import read_rows
 from agl_slime.buffer.generators.base_generator import boxed_reward
-from agl_slime.buffer.instance_ids import assign_instance_ids
-from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
-def test_lines_without_an_id_get_a_unique_one_once(tmp_path, capsys):
-    file = write(
-        tmp_path / "data.jsonl",
-        {"prompt": "1+1"},
-        {"instance_id": "instance_2", "prompt": "kept"},
-        {"instance_id": None, "prompt": "2+2"},
-    )
-    output, lines, assigned = assign_instance_ids(input=file)
-    assert (output.name, lines, assigned) == ("data_instance_id.jsonl", 3, 2)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["instance_id"] for row in rows] == ["instance_0", "instance_2", "instance_2_"]
-    assert [row["prompt"] for row in rows] == ["1+1", "kept", "2+2"]
-    second, _, assigned = assign_instance_ids(input=output, output=tmp_path / "again.jsonl")
-    assert (assigned, second.read_bytes()) == (0, output.read_bytes())
-    assert main(["assign-instance-id", "--input_path", str(file)]) == 0
-    assert "3 lines, 2 got an instance_id" in capsys.readouterr().out
-    assert main(["assign-instance-id", "--input", str(tmp_path / "missing.jsonl")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1: not JSON"),
-        ("[]", "line 1: expected an object"),
-        ('{"instance_id": 1}\n{"instance_id": "1"}', "instance_id '1'"),
-    ],
-)
-def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, message):
-    file = tmp_path / "data.jsonl"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        assign_instance_ids(input=file)
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 @pytest.mark.parametrize("instance_id", ["123456789012345678901234567890", "NaN", "[1]", r'"x\ud83d"', "1.5", "true"])

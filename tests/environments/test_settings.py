@@ -76,7 +76,7 @@ def test_worker_needs_no_package_of_this_python(tmp_path: Path, monkeypatch: pyt
 
 def test_other_addresses_are_read_with_and_without_a_model() -> None:
     models = ("judge=http://h:1/v1", "user=m/x@https://h/v1")
-    addresses = EnvironmentSettings(name="a", python=Path("p"), models=models).others
+    addresses = EnvironmentSettings(name="a", python=Path("p"), models=models).served_models
     assert addresses == {"judge": ("judge", "http://h:1/v1"), "user": ("m/x", "https://h/v1")}
 
 

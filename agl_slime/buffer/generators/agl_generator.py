@@ -77,7 +77,7 @@ def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
     if not member.ok or member.reward is None or not member.samples:
         error = "the rollout has no sample to train on" if member.ok else f"{member.failure}: {member.failure_message}"
         return failed_item(row, epoch, error, uid=member.rollout_id)
-    parts = [
+    sample_fields = [
         {
             "tokens": list(sample.tokens),
             "response_length": sample.response_length,
@@ -91,7 +91,8 @@ def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
     ]
     last = member.samples[-1]
     prompt = last.prompt if isinstance(last.prompt, list) else [{"role": "user", "content": last.prompt}]
-    extra = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
+    finish_reason = sample_fields[-1]["finish_reason"]
+    extra = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": finish_reason}
     messages = [*prompt, {"role": "assistant", "content": last.response}]
-    fields = parts[0] if len(parts) == 1 else {"samples": parts}
+    fields = sample_fields[0] if len(sample_fields) == 1 else {"samples": sample_fields}
     return item_of(row, epoch, member.rollout_id, messages, member.reward, extra, **fields)

@@ -158,11 +158,11 @@ class BaseGenerator:
     def _make_client(self, is_async: bool) -> Any:
         import openai  # comes with Agent Lightning; slow to import
 
-        more: dict[str, Any] = {"api_key": "none", "base_url": self._engine_url, "max_retries": 5, "timeout": 3600.0}
+        options: dict[str, Any] = {"api_key": "none", "base_url": self._engine_url, "max_retries": 5, "timeout": 3600.0}
         # the engine is in the cluster: ignore proxies of the environment
         if is_async:
-            return openai.AsyncOpenAI(**more, http_client=openai.DefaultAsyncHttpxClient(trust_env=False))
-        return openai.OpenAI(**more, http_client=openai.DefaultHttpxClient(trust_env=False))
+            return openai.AsyncOpenAI(**options, http_client=openai.DefaultAsyncHttpxClient(trust_env=False))
+        return openai.OpenAI(**options, http_client=openai.DefaultHttpxClient(trust_env=False))
 
 
 def run_rollout(data: dict[str, Any]) -> None:
@@ -205,9 +205,9 @@ def last_boxed(text: str) -> str | None:
 def same_answer(answer: str, label: str) -> bool:
     """Whether two answers are equal: as numbers if both are (integers, decimals, fractions, percentages), else as text
     without spacing and markup."""
-    left, right = _number(answer), _number(label)
-    if left is not None and right is not None:
-        return left == right
+    numbers = _number(answer), _number(label)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
     return _plain(answer) == _plain(label)
 
 

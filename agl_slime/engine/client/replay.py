@@ -53,7 +53,7 @@ class Nucleus:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def of(self, tokens: NDArray[np.int64]) -> Nucleus:
+    def select(self, tokens: NDArray[np.int64]) -> Nucleus:
         counts = np.diff(self.offsets)[tokens]
         starts, offsets = self.offsets[tokens], np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)

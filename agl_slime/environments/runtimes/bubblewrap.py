@@ -271,7 +271,7 @@ class BubblewrapRuntime(Runtime):
             elif fd is not None:
                 os.close(fd)
 
-    async def _ask(self, op: str, fds: tuple[int, ...] = (), number: int | None = None, **more: Any) -> dict[str, Any]:
+    async def _ask(self, op: str, fds: tuple[int, ...] = (), number: int | None = None, **args: Any) -> dict[str, Any]:
         if self._ended is not None or self._control is None:
             raise SandboxError(f"the sandbox {self.name} has ended: {self._ended or 'it was not started'}")
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class BubblewrapRuntime(Runtime):
             self._number += 1
             number = self._number
         request = self._requests[number] = loop.create_future()
-        body = json.dumps({"id": number, "op": op, **more}).encode()
+        body = json.dumps({"id": number, "op": op, **args}).encode()
         async with self._sending:
             socket.send_fds(self._control, [HEAD.pack(len(body))], fds)
             await loop.sock_sendall(self._control, body)
@@ -366,9 +366,9 @@ class BubblewrapRuntime(Runtime):
         """Read the rest of an ended command's output. A background process may keep it open: unless ``patient``,
         reading then ends after a pause without output."""
         while not all(task.done() for task in reading):
-            before = [output.received for output in outputs]
+            received = [output.received for output in outputs]
             await asyncio.wait(reading, timeout=None if patient else _QUIET_S)
-            if not patient and before == [output.received for output in outputs]:
+            if not patient and received == [output.received for output in outputs]:
                 return
 
     def _keep_reading(self, reading: list[asyncio.Task[None]], stack: contextlib.AsyncExitStack) -> None:

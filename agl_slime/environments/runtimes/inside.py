@@ -27,7 +27,7 @@ class Box:
         self.settings = settings
         self.control = socket.socket(fileno=settings["control"])
         self.commands = {}  # pid: (id, whether it is an agent's program)
-        self.kept = set()  # processes of the setup, which survive the agent's programs
+        self.setup_pids = set()  # survive the agent's programs
         self.spare = os.open("/dev/null", os.O_RDWR)
         self.next_look, self.hidden_looks = 0.0, 0
         self.data, self.fds = b"", []
@@ -130,7 +130,7 @@ class Box:
             self.send({"id": message["id"], "fd": True}, [connection.fileno()])
 
     def do_keep(self, message):
-        self.kept = {pid for pid, *_ in self.processes()}
+        self.setup_pids = {pid for pid, *_ in self.processes()}
         self.send({"id": message["id"]})
 
     def processes(self):
@@ -154,7 +154,7 @@ class Box:
                 return
             if not pid:
                 return
-            self.kept.discard(pid)
+            self.setup_pids.discard(pid)
             command_id, agent = self.commands.pop(pid, (None, False))
             if agent:
                 self.clear()
@@ -165,18 +165,18 @@ class Box:
         """Kill the processes that an agent's program left behind, before its result is judged."""
         for _ in range(200):
             parents = {pid: parent for pid, parent, _ in self.processes()}
-            stays = set(self.commands) | self.kept
-            left = []
+            stays = set(self.commands) | self.setup_pids
+            strays = []
             for pid in parents:
-                at = pid
-                while at in parents and at not in stays:
-                    at = parents[at]
-                if at not in stays:
-                    left.append(pid)
-            if not left:
+                ancestor = pid
+                while ancestor in parents and ancestor not in stays:
+                    ancestor = parents[ancestor]
+                if ancestor not in stays:
+                    strays.append(pid)
+            if not strays:
                 return
             for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that they cannot fork further
-                for pid in left:
+                for pid in strays:
                     try:
                         os.kill(pid, number)
                     except ProcessLookupError:

@@ -82,8 +82,8 @@ def layout(config: BubblewrapConfig, installing: bool, control: int, files: list
             words += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             words += ["--ro-bind", name, name]
-    more = [path for path in [*config.read_only, Path(sys.base_prefix)] if not path.is_relative_to("/usr")]
-    above = [str(parent) for path in more for parent in reversed(path.parents) if parent != Path("/")]
+    mounts = [path for path in [*config.read_only, Path(sys.base_prefix)] if not path.is_relative_to("/usr")]
+    above = [str(parent) for path in mounts for parent in reversed(path.parents) if parent != Path("/")]
     for path in dict.fromkeys(["/etc", "/home", "/var", *above]):
         words += ["--perms", "0755", "--dir", path]  # bubblewrap's default mode is 0700
     for name in [*ETC.split(), *(["resolv.conf", "hosts"] if "--unshare-net" not in words else [])]:
@@ -106,7 +106,7 @@ def layout(config: BubblewrapConfig, installing: bool, control: int, files: list
         words += ["--perms", "1777" if path == "/tmp" else "0777", "--size", disk, "--tmpfs", path]
     if config.installs is not None:
         words += ["--bind" if installing else "--ro-bind", str(config.installs), "/var/tmp"]
-    for path in dict.fromkeys(more):
+    for path in dict.fromkeys(mounts):
         words += ["--ro-bind", str(path), str(path)]
     memory = int(config.memory * GIB)
     settings = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -24,22 +25,23 @@ verifiers_runtimes._runtime_cls = lambda config: (
     BubblewrapRuntime if isinstance(config, BubblewrapConfig) else _runtime_cls(config)
 )
 
+_RUNTIME_FLAG = re.compile(r"--env\.(?P<agent>[^.]*)\.runtime\.(?P<field>[^.]*)")
+
 
 def parse_boxes(arguments: Sequence[str]) -> tuple[list[str], dict[str, BubblewrapConfig]]:
     """Split a command line into verifiers' arguments and the boxes by agent: `--env.AGENT.runtime.type bubblewrap`,
     with fields of `BubblewrapConfig` beside it. `installs` is by default below the user's cache. Raises
     `ValueError`."""
     runtimes: dict[str, dict[str, Any]] = {}
-    at: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}  # of the words about each agent's runtime
     for number, word in enumerate(arguments):
         flag, same, value = word.partition("=")
-        parts = flag.split(".")
-        if len(parts) == 4 and (parts[0], parts[2]) == ("--env", "runtime"):
-            follows = not same and number + 1 < len(arguments) and not arguments[number + 1].startswith("--")
-            runtimes.setdefault(parts[1], {})[parts[3].replace("-", "_")] = (
-                value if same else arguments[number + 1] if follows else "true"
-            )
-            at.setdefault(parts[1], []).extend([number, number + 1] if follows else [number])
+        if (match := _RUNTIME_FLAG.fullmatch(flag)) is None:
+            continue
+        follows = not same and number + 1 < len(arguments) and not arguments[number + 1].startswith("--")
+        value = value if same else arguments[number + 1] if follows else "true"
+        runtimes.setdefault(match["agent"], {})[match["field"].replace("-", "_")] = value
+        positions.setdefault(match["agent"], []).extend([number, number + 1] if follows else [number])
     boxes, taken = {}, set()
     for role, fields in runtimes.items():
         if fields.get("type") != "bubblewrap":
@@ -54,7 +56,7 @@ def parse_boxes(arguments: Sequence[str]) -> tuple[list[str], dict[str, Bubblewr
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         installs = (config.installs or cache / "agl-slime" / "programs").resolve()
         boxes[role] = config.model_copy(update={"installs": installs})
-        taken.update(at[role])
+        taken.update(positions[role])
     return [word for number, word in enumerate(arguments) if number not in taken], boxes
 
 
@@ -69,8 +71,8 @@ def max_episodes(boxes: Mapping[str, BubblewrapConfig], *, root: Path = Path("/"
         group = root / "sys/fs/cgroup" / name  # in a container its own group is the root
         limit, used = Path(f"{group}.max"), Path(f"{group}.current")
         if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-            left = min(value, int(most) - int(used.read_text()))
-            memory, pids = (left, pids) if name == "memory" else (memory, left)
+            available = min(value, int(most) - int(used.read_text()))
+            memory, pids = (available, pids) if name == "memory" else (memory, available)
     needed = sum(config.memory for config in boxes.values()) * GIB
     return max(1, min(int(memory / needed), pids // sum(config.processes for config in boxes.values())))
 
@@ -127,19 +129,19 @@ def _lend(agent: Any, config: BubblewrapConfig) -> None:
             )
         return config.model_copy(update={"workdir": task.data.workdir} if task.data.workdir else {})
 
-    async def run_in_box(task: Any, *, runtime: Runtime | None = None, **more: Any) -> Any:
+    async def run_in_box(task: Any, *, runtime: Runtime | None = None, **options: Any) -> Any:
         if runtime is not None:
-            return await run(task, runtime=runtime, **more)
+            return await run(task, runtime=runtime, **options)
         async with box(config_for(task)) as new_box:
-            return await run(task, runtime=new_box, **more)
+            return await run(task, runtime=new_box, **options)
 
     @contextlib.asynccontextmanager
-    async def interact_in_box(task: Any, *, runtime: Runtime | None = None, **more: Any) -> AsyncIterator[Any]:
+    async def interact_in_box(task: Any, *, runtime: Runtime | None = None, **options: Any) -> AsyncIterator[Any]:
         if runtime is not None:
-            async with interaction(task, runtime=runtime, **more) as talk:
+            async with interaction(task, runtime=runtime, **options) as talk:
                 yield talk
         else:
-            async with box(config_for(task)) as new_box, interaction(task, runtime=new_box, **more) as talk:
+            async with box(config_for(task)) as new_box, interaction(task, runtime=new_box, **options) as talk:
                 yield talk
 
     agent.run, agent.interaction = run_in_box, interact_in_box

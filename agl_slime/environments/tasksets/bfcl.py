@@ -107,9 +107,9 @@ class Systems:
 
     def execute(self, step: Step) -> list[str]:
         entry = self.entry
-        more = {"long_context": "long_context" in self._category, "is_evaL_run": False}
+        options = {"long_context": "long_context" in self._category, "is_evaL_run": False}
         return backend.execute_multi_turn_func_call(
-            step, entry["initial_config"], entry["involved_classes"], self._key, entry["id"], **more
+            step, entry["initial_config"], entry["involved_classes"], self._key, entry["id"], **options
         )[0]
 
     def verdict(self, turns: list[list[Step]]) -> dict[str, Any]:
@@ -144,14 +144,14 @@ class BfclEnv(vf.Env[BfclEnvConfig]):
         missed = systems.entry.get("missed_function", {})
         turns: list[list[Step]] = []
         for number, messages in enumerate(systems.entry["question"]):
-            news = "\n\n".join(message["content"] for message in messages)
-            if (more := missed.get(str(number))) is not None:
-                systems.add(more)
-                news = DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING.format(functions=more)
+            request = "\n\n".join(message["content"] for message in messages)
+            if (functions := missed.get(str(number))) is not None:
+                systems.add(functions)
+                request = DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING.format(functions=functions)
             turn: list[Step] = []
             turns.append(turn)
             while True:
-                answer = await talk.turn(news)
+                answer = await talk.turn(request)
                 if answer.terminated:
                     raise RuntimeError(f"the agent was stopped in turn {number}")
                 try:
@@ -162,7 +162,7 @@ class BfclEnv(vf.Env[BfclEnvConfig]):
                     break
                 turn.append(step)
                 results = await asyncio.to_thread(systems.execute, step)
-                news = repr(
+                request = repr(
                     [
                         {"role": "tool", "name": call, "content": result}
                         for call, result in zip(step, results, strict=True)

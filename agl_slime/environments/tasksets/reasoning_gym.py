@@ -126,11 +126,11 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         draw = random.Random(f"{config.seed} {config.split}")
         names, weights = list(config.datasets), list(config.datasets.values())
         positions = dict.fromkeys(names, 0)
-        seen: set[bytes] = set()
+        digests: set[bytes] = set()
         made = 0
         while made < config.size and names:
             name = draw.choices(names, weights)[0]
-            task = self._next(name, self._level(made), positions, seen)
+            task = self._next(name, self._level(made), positions, digests)
             if task is None:  # this dataset has no more questions
                 weights.pop(names.index(name))
                 names.remove(name)
@@ -145,7 +145,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         return config.level + made * (config.to_level - config.level + 1) // config.size
 
     def _next(
-        self, name: str, level: int | None, positions: dict[str, int], seen: set[bytes]
+        self, name: str, level: int | None, positions: dict[str, int], digests: set[bytes]
     ) -> ReasoningGymTask | None:
         config = self.config
         for place in range(positions[name], positions[name] + 100 + int(20 / config.eval_share)):
@@ -156,9 +156,9 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             question = entry["question"]
             digest = hashlib.sha256(f"{name}\n{question}".encode()).digest()
             held_out = int.from_bytes(digest[:8], "big") < config.eval_share * 2**64
-            if held_out != (config.split == "eval") or digest in seen:
+            if held_out != (config.split == "eval") or digest in digests:
                 continue
-            seen.add(digest)
+            digests.add(digest)
             positions[name] = place + 1
             data = ReasoningGymData(
                 name=f"{name}#{place}",

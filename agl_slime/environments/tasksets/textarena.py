@@ -82,9 +82,9 @@ class Game:
     def observe(self) -> tuple[int, str]:
         """The seat whose turn it is, and its new observations."""
         with self._playing():
-            seat, news = self._game.get_observation()
-        names = self._game.state.role_mapping
-        lines = [f"[{'GAME' if who == GAME_ID else names.get(who, f'Player {who}')}] {text}" for who, text, _ in news]
+            seat, messages = self._game.get_observation()
+        names = {**self._game.state.role_mapping, GAME_ID: "GAME"}
+        lines = [f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in messages]
         return seat, "\n".join(lines)
 
     def step(self, action: str) -> bool:
@@ -190,13 +190,13 @@ class TwoPlayerEnv(vf.Env[TwoPlayerEnvConfig]):
             fixed_move = self._fixed_opponent(seed)
             done = False
             while not done:
-                seat, news = game.observe()
+                seat, observation = game.observe()
                 if seat not in seats:
-                    done = game.step(fixed_move(news))
+                    done = game.step(fixed_move(observation))
                     continue
                 if seat not in talks:
                     talks[seat] = await stack.enter_async_context(seats[seat].interaction(task))
-                answer = await talks[seat].turn(news)
+                answer = await talks[seat].turn(observation)
                 if answer.terminated:
                     raise RuntimeError(f"player {seat} was stopped before the game had ended")
                 done = game.step(answer.last_reply)

@@ -76,13 +76,12 @@ class TrainBatch:
         """
         flat = list(flat_samples(samples))
         _require(flat, "there are no samples to make a batch of; collect at least one finished rollout.")
-        given_ids = [sample.rollout_id for sample in flat]
         grouped = len(flat) == 1 or any(sample.group_index is not None for sample in flat)
         if rewards_normalization:
             _require(grouped, "no sample has a group_index to take a baseline from; set it, or rewards_normalization.")
-        used = set(given_ids)
+        used = {sample.rollout_id for sample in flat}
         unused = (number for number in count() if number not in used)
-        rollout_ids = [next(unused) if given is None else given for given in given_ids]
+        rollout_ids = [next(unused) if sample.rollout_id is None else sample.rollout_id for sample in flat]
         counted = [is_counted(sample) for sample in flat]
         fit = [i for i, counts in enumerate(counted) if counts]
         for name in ("rollout_log_probs", "teacher_log_probs"):
@@ -100,8 +99,9 @@ class TrainBatch:
             _require(ids.min() >= 0, f"tokens of sample {i} contain {ids.min()}; token ids cannot be negative.")
             images = getattr(sample, "multimodal_inputs", None) or getattr(sample, "multimodal_train_inputs", None)
             _require(images is None, f"sample {i} has images; use slime: this trainer supports text only.")
-            given = [int(counted[i])] * length if not counted[i] or sample.loss_mask is None else sample.loss_mask
-            mask = _array(given, f"loss_mask of sample {i}", np.int64, length)
+            whole = not counted[i] or sample.loss_mask is None
+            mask = [int(counted[i])] * length if whole else sample.loss_mask
+            mask = _array(mask, f"loss_mask of sample {i}", np.int64, length)
             _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must contain only 0 and 1.")
             tokens.append(ids)
             masks.append(mask.astype(np.bool_))
@@ -115,13 +115,13 @@ class TrainBatch:
         sums = np.bincount(rollout_of_sample, weights=counts).astype(np.int64)[rollout_of_sample]
         penalties = [overlong_penalty(int(n), longest=max_response, buffer=overlong_buffer) for n in sums]
 
-        parts = [part for i in fit for part in _rewarded_parts(flat[i], i, masks[i], reward_key)]
-        rewards = [part.reward + penalties[part.sample] for part in parts]
-        if rewards_normalization and parts:
-            groups, rollouts = zip(*(normalization_key(flat[part.sample], part.of) for part in parts), strict=True)
+        rewarded = [part for i in fit for part in _rewarded_parts(flat[i], i, masks[i], reward_key)]
+        rewards = [part.reward + penalties[part.sample] for part in rewarded]
+        if rewards_normalization and rewarded:
+            groups, rollouts = zip(*(normalization_key(flat[part.sample], part.name) for part in rewarded), strict=True)
             rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
         token_rewards = [np.zeros(len(mask)) for mask in masks]
-        for part, reward in zip(parts, rewards, strict=True):
+        for part, reward in zip(rewarded, rewards, strict=True):
             for start, end in part.spans:
                 token_rewards[part.sample][start:end] = reward
 
@@ -167,28 +167,28 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class _RewardedPart:
-    """Response tokens of one sample that share a reward; ``of`` is empty for the rollout's reward."""
+    """Response tokens of one sample that share a reward; ``name`` is empty for the rollout's reward."""
 
     sample: int
     reward: float
-    of: str
+    name: str
     spans: Sequence[tuple[int, int]]
 
 
 def _rewarded_parts(sample: Sample, i: int, mask: NDArray[np.bool_], key: str | None) -> Iterator[_RewardedPart]:
     """The rewarded parts of sample ``i``: the rollout first, unless all its tokens belong to turns with rewards."""
-    metadata, name, length = sample.metadata or {}, f"metadata['reward_spans'] of sample {i}", len(mask)
+    metadata, field, length = sample.metadata or {}, f"metadata['reward_spans'] of sample {i}", len(mask)
     of_turns: dict[str, tuple[float, list[tuple[int, int]]]] = {}
-    left = mask.copy() if sample.loss_mask is None else np.asarray(sample.loss_mask, dtype=np.bool_)
-    for of, reward, start, end in metadata.get("reward_spans") or ():
+    unrewarded = mask.copy() if sample.loss_mask is None else np.asarray(sample.loss_mask, dtype=np.bool_)
+    for name, reward, start, end in metadata.get("reward_spans") or ():
         fits = math.isfinite(reward) and 0 <= start < end <= length
-        _require(fits, f"{name} has [{of!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
-        of_turns.setdefault(of, (float(reward), []))[1].append((start, end))
-        left[start:end] = False
-    if not of_turns or left.any():
+        _require(fits, f"{field} has [{name!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
+        of_turns.setdefault(name, (float(reward), []))[1].append((start, end))
+        unrewarded[start:end] = False
+    if not of_turns or unrewarded.any():
         yield _RewardedPart(i, reward_value(sample, i, key=key), str(metadata.get("reward_of", "")), [(0, length)])
-    for of, (reward, spans) in of_turns.items():
-        yield _RewardedPart(i, reward, of, spans)
+    for name, (reward, spans) in of_turns.items():
+        yield _RewardedPart(i, reward, name, spans)
 
 
 def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
@@ -317,7 +317,7 @@ def _pack(batch: TrainBatch, samples: list[int], sequences: dict[int, NDArray[np
     index = np.concatenate([np.arange(*batch.token_offsets[i : i + 2]) for i in samples])
     return MicroBatch.from_sequences(
         [sequences[i] for i in samples],
-        nucleus=None if batch.token_nucleus is None else batch.token_nucleus.of(index),
+        nucleus=None if batch.token_nucleus is None else batch.token_nucleus.select(index),
         experts=None if batch.experts is None else [batch.experts[i][: len(sequences[i])] for i in samples],
         sources=np.concatenate(
             [start + batch.target_positions[i] - 1 for i, start in zip(samples, starts, strict=True)]

@@ -300,8 +300,8 @@ class Objective:
         counts = self._by_staleness.get("train/share")
         if counts is not None:
             for name, sums in self._by_staleness.items():
-                of = counts.sum() if name == "train/share" else counts
-                means |= {f"{name}/staleness_{k}": float(v) for k, v in enumerate(sums / of) if counts[k]}
+                total = counts.sum() if name == "train/share" else counts
+                means |= {f"{name}/staleness_{k}": float(v) for k, v in enumerate(sums / total) if counts[k]}
         return means
 
     def _compare(self, index: Tensor, log_probs: Tensor) -> None:
@@ -326,8 +326,8 @@ class Objective:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
 
 
-def _ratio(log_probs: Tensor, other: Tensor) -> Tensor:
-    return (log_probs - other).clamp(max=MAX_LOG_RATIO).exp()
+def _ratio(log_probs: Tensor, reference: Tensor) -> Tensor:
+    return (log_probs - reference).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:

@@ -189,12 +189,12 @@ def save_model(
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
@@ -214,13 +214,11 @@ def force_experts(model: Any, experts: Tensor | None) -> None:
         if not routers:
             raise TrainerError(f"samples have routed experts, and {type(model).__name__} has no known routers.")
         for layer, router in routers.items():
-            router.register_forward_hook(lambda module, _, output, at=layer: _replay(module, output, model, at))
+            router.register_forward_hook(lambda module, _, output, layer=layer: _replay(module, output, model, layer))
     top_k = int(next(iter(routers_of(model).values())).top_k)
-    wanted = int(model.config.get_text_config().num_hidden_layers), top_k
-    if tuple(experts.shape[1:]) != wanted:
-        raise TrainerError(
-            f"rollout_routed_experts are [*, layers, experts] = {tuple(experts.shape[1:])}, not {wanted}."
-        )
+    shape = int(model.config.get_text_config().num_hidden_layers), top_k
+    if (given_shape := tuple(experts.shape[1:])) != shape:
+        raise TrainerError(f"rollout_routed_experts are [*, layers, experts] = {given_shape}, not {shape}.")
     setattr(model, _FORCED, experts)
 
 

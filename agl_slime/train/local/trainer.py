@@ -125,9 +125,10 @@ class LocalTrainer:
             checkpoint_layers(self.model)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in self._trained if parameter.ndim >= 2]
-        others = [parameter for parameter in self._trained if parameter.ndim < 2]
+        vectors = [parameter for parameter in self._trained if parameter.ndim < 2]
+        decay = self.settings.weight_decay
         self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=self.lr,
             betas=self.settings.betas,
             fused=self._device.type in ("cpu", "cuda"),  # one pass over weights and moments
@@ -378,17 +379,17 @@ class LocalTrainer:
         """Chunks of the tokens under the mask: their indices in the batch, log-probs, and entropies (without gradient),
         from the hidden states ``hidden`` ``[N, hidden]``."""
         size = LOGITS_CHUNK
-        parts = (
+        chunks = (
             hidden.split(size),
             self._tensor(micro.targets).split(size),
             self._tensor(micro.token_index).split(size),
         )
-        for number, (part, targets, index) in enumerate(zip(*parts, strict=True)):
-            logits = logits_of(model, part.to(model.dtype))  # bfloat16 would round by hundredths of a nat
+        for number, (states, targets, index) in enumerate(zip(*chunks, strict=True)):
+            logits = logits_of(model, states.to(model.dtype))  # bfloat16 would round by hundredths of a nat
             if micro.nucleus is not None:
-                nucleus = micro.nucleus.of(np.arange(number * size, number * size + len(targets)))
-                kept = (self._tensor(values.astype(np.int64)) for values in (nucleus.ids, np.diff(nucleus.offsets)))
-                logits = keep_nucleus(logits, targets, *kept)
+                nucleus = micro.nucleus.select(np.arange(number * size, number * size + len(targets)))
+                candidates = (self._tensor(array.astype(np.int64)) for array in (nucleus.ids, np.diff(nucleus.offsets)))
+                logits = keep_nucleus(logits, targets, *candidates)
             log_probs = token_log_probs(logits, targets, temperature=self._temperature)
             with torch.no_grad():
                 entropy = token_entropy(logits, temperature=self._temperature)
@@ -488,8 +489,8 @@ class LocalTrainer:
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
             raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version wrote it.")
         if with_adapters != ("adapters" in state):
-            how, fix = ("with", "set the same") if not with_adapters else ("without", "leave it out")
-            raise TrainerError(f"the state in {directory} was trained {how} lora_rank; {fix}.")
+            which, fix = ("with", "set the same") if not with_adapters else ("without", "leave it out")
+            raise TrainerError(f"the state in {directory} was trained {which} lora_rank; {fix}.")
         if with_adapters:
             current, saved = lora.adapter_weights(self.model), state["adapters"]
             if state["base"] != lora.checksum(self.model):

@@ -33,7 +33,7 @@ def test_only_the_trainer_needs_torch_and_names_the_extra_to_install():
         ({"overlong_buffer": 8, "max_response": 8}, "set max_response"),
         ({"aggregation": "constant"}, "without max_response"),
         ({"max_response": 8}, "max_response is 8; only"),
-        ({"loss": "grpo"}, "^loss must be 'ppo', 'gspo' or 'cispo', got"),
+        ({"loss": "grpo"}, "^loss must be ppo, gspo, cispo or FILE.py:NAME, got"),
         ({"lora_targets": ("q_proj",)}, "lora_targets .* set lora_rank"),
         ({"off_policy": "tis"}, "set old_log_probs to 'recompute'"),
         ({"old_log_probs": "recompute", "tis_clip": 3.0}, "only 'tis' uses it"),
