@@ -16,7 +16,7 @@ from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Str
 
 _IMPOSED = ("temperature", "top_p", "top_k")
 _HONOURED = "messages system model tools tool_choice max_tokens stop_sequences stream output_config output_format"
-_HONOURED += " chat_template_kwargs"
+_HONOURED += " chat_template_kwargs thinking reasoning_effort reasoning"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -49,6 +49,7 @@ class AnthropicMessages(Protocol):
             server_tools=tools.server_tools,
             tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.shown or tools.loaded)),
             template_kwargs=body.get("chat_template_kwargs") or {},
+            thinking=self.thinking_request(body),
             max_tokens=number(body, "max_tokens", least=1),
             stop=strings(body, "stop_sequences"),
             requested=self.requested_sampling(body),

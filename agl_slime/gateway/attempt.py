@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import secrets
 import threading
 import time
@@ -11,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
@@ -38,6 +38,7 @@ from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
+from agl_slime.tokens.thinking import thinking_arguments
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -52,6 +53,17 @@ _RESERVED_KWARGS = frozenset(("chat_template", "conversation", "messages", "tool
 _RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
 _RESERVED_KWARGS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 _MAX_STRAY_PATHS = 16  # unserved paths that are counted by name
+
+
+@dataclass(frozen=True, slots=True)
+class _TemplateArguments:
+    """The template arguments ``kwargs`` of a request's ``fields``, and the ``key`` of its tree. Fields about thinking
+    are ``ineffective`` if no argument serves them."""
+
+    fields: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str
+    ineffective: frozenset[str]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,7 +99,7 @@ class Attempt:
     _running: int = 0
     _pending: set[PendingResponse] = field(default_factory=set)
     _strays: int = 0
-    _tools: tuple[Any, Any, str] = (None, None, "")  # of the last request, with template arguments and key of its tree
+    _arguments: _TemplateArguments | None = None  # of the last request
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _clock: int = 0
@@ -207,6 +219,7 @@ class Attempt:
         if call.compacts and not call.tools:
             call = replace(call, tools=self._tools_of(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
+        self.seen.update(f"overridden/{field}" for field in self._template_arguments(call, tokenizer, llm).ineffective)
         reader = self._reader(call, tree, tokenizer)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
@@ -320,16 +333,12 @@ class Attempt:
     # -- conversations ------------------------------------------------------------------------------------------------
 
     def _tree(self, role: str, call: Call, tokenizer: ChatTokenizer, llm: LLM) -> Tree:
-        tools, kwargs = list(call.tools) or None, call.template_kwargs
-        if call.tools is not self._tools[0] or kwargs is not self._tools[1]:
-            self._tools = call.tools, kwargs, template_key(tools, kwargs)
-        key = role, "" if call.raw else self._tools[2]
+        arguments = self._template_arguments(call, tokenizer, llm)
+        key = role, "" if call.raw else arguments.key
         if (tree := self._trees.get(key)) is not None:
             return tree
-        if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
-            where = f"chat_template_kwargs.{reserved[0]}"
-            raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
-        template, spans = self.access.template(tokenizer, tools, kwargs, llm=llm), self._spans
+        template = self.access.template(tokenizer, [*call.tools] or None, arguments.kwargs, llm=llm)
+        spans = self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:
@@ -355,6 +364,22 @@ class Attempt:
         tree.tools = call.tools
         return tree
 
+    def _template_arguments(self, call: Call, tokenizer: ChatTokenizer, llm: LLM) -> _TemplateArguments:
+        fields = call.tools, call.template_kwargs, call.thinking, llm
+        if self._arguments is not None and all(map(operator.is_, fields, self._arguments.fields)):
+            return self._arguments
+        tools, kwargs = [*call.tools] or None, dict(call.template_kwargs)
+        if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+            where = f"chat_template_kwargs.{reserved[0]}"
+            raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
+        ineffective = call.thinking.fields
+        if ineffective and not call.raw:
+            template = self.access.template(tokenizer, tools, kwargs, llm=llm)
+            more, ineffective = thinking_arguments(template, call.thinking)
+            kwargs |= more
+        self._arguments = _TemplateArguments(fields, kwargs, template_key(tools, kwargs), ineffective)
+        return self._arguments
+
     def _tools_changed(self, role: str, tree: Tree, messages: list[Message]) -> ForkReason | None:
         """The reason for a fork when a conversation continues with other tools, which its prompt lists."""
         others = (other for (name, _), other in self._trees.items() if name == role and other is not tree)
@@ -364,7 +389,7 @@ class Attempt:
         """The tools of the conversation that ``messages`` continue."""
         trees = (tree for (name, _), tree in self._trees.items() if name == role)
         matches = ((tree.find([*messages]).length, tree.tools) for tree in trees)
-        return max(matches, default=(0, ()), key=itemgetter(0))[1]
+        return max(matches, default=(0, ()), key=operator.itemgetter(0))[1]
 
     def _note_answer(self, node: Node, match: Match, place: tuple[int, int], requested_at: int) -> None:
         self._clock += 1

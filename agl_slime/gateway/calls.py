@@ -14,6 +14,7 @@ from agl_slime.gateway.messages import Message
 from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.codec import TokenArray, token_array
 from agl_slime.tokens.images import Image
+from agl_slime.tokens.thinking import ThinkingRequest
 
 _NO_IDS = token_array([], name="prompt_ids")
 
@@ -53,6 +54,7 @@ class Call:
     requested: Mapping[str, Any] = field(default_factory=dict)
     constraint: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: ThinkingRequest = field(default_factory=ThinkingRequest)
     top_log_probs: int = 0
     stream: bool = False
     raw: bool = False

@@ -25,7 +25,7 @@ from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Str
 _HONOURED = """
     messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
     top_logprobs return_token_ids return_tokens_as_token_ids return_prompt_token_ids stream stream_options
-    response_format chat_template_kwargs regex ebnf json_schema modalities
+    response_format chat_template_kwargs regex ebnf json_schema modalities reasoning_effort reasoning thinking
 """
 _MOST_CHOICES = 128
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
@@ -62,6 +62,7 @@ class ChatCompletions(Protocol):
             requested=self.requested_sampling(body),
             constraint=_constraint(body),
             template_kwargs=body.get("chat_template_kwargs") or {},
+            thinking=self.thinking_request(body),
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )

@@ -13,6 +13,7 @@ from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Str
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " return_token_ids return_tokens_as_token_ids stream_options regex ebnf json_schema"
+_HONOURED += " reasoning_effort reasoning thinking"
 _DEFAULT_TOKENS = 16
 _MOST_IDS = 2**31  # of int32; the engine checks its vocabulary
 
@@ -36,6 +37,7 @@ class Completions(Protocol):
         return Call(
             messages=[{"role": "text", "content": prompt}],
             raw=True,
+            thinking=self.thinking_request(body),
             model=str(body.get("model") or ""),
             max_tokens=self.max_tokens(body) or _DEFAULT_TOKENS,
             stop=strings(body, "stop"),

@@ -15,6 +15,7 @@ from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import is_too_deep, json_bytes, json_value
+from agl_slime.tokens.thinking import ThinkingRequest
 
 Decode = Callable[[list[int]], str]
 Kept = Mapping[str, list[Message]]
@@ -23,13 +24,15 @@ NOTHING_KEPT: Kept = MappingProxyType({})
 
 _IGNORED = """
     metadata client_metadata user store service_tier speed safety_identifier moderation diagnostics rid betas container
-    inference_geo prompt_cache_key prompt_cache_options prompt_cache_retention cache_control reasoning reasoning_effort
-    thinking verbosity separate_reasoning include_reasoning prediction truncation context_management max_tool_calls
-    parallel_tool_calls
+    inference_geo prompt_cache_key prompt_cache_options prompt_cache_retention cache_control verbosity
+    separate_reasoning include_reasoning prediction truncation context_management max_tool_calls parallel_tool_calls
 """
 IGNORED = frozenset(_IGNORED.split())
 """Fields of any protocol that do not change the answer here."""
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
+_THINKING = ("reasoning_effort", "reasoning", "thinking", "output_config")
+_SWITCHES = {"enabled": True, "adaptive": True, "disabled": False}
+_UNDECIDED = ("auto", "default", "")  # efforts that leave it to the model
 _LARGEST = 2**31 - 1  # number that an engine takes
 _LARGEST_SEED = 2**63 - 1  # TRL sends seeds of 63 bits
 _LISTS = ("tools", "include")
@@ -151,6 +154,24 @@ class Protocol(ABC):
         for key, bias in biases.items():
             number({f"logit_bias.{key}": bias}, f"logit_bias.{key}", least=-100, most=100, whole=False)
         return requested
+
+    @staticmethod
+    def thinking_request(body: Mapping[str, Any]) -> ThinkingRequest:
+        """The fields that switch thinking or set its effort; of several the first counts."""
+        on: bool | None = None
+        budget, switch_field, level, level_field = 0, "", "", ""
+        for name in _THINKING:
+            value = body.get(name)
+            value = value if isinstance(value, Mapping) else {"effort": value}
+            effort, tokens = value.get("effort"), value.get("budget_tokens", value.get("max_tokens"))
+            switch = _SWITCHES.get(str(value.get("type")), value.get("enabled"))
+            if type(tokens) is int and switch is not False:
+                switch = tokens > 0
+            if on is None and isinstance(switch, bool):
+                on, budget, switch_field = switch, tokens if type(tokens) is int else 0, name
+            if not level and isinstance(effort, str) and effort not in _UNDECIDED:
+                level, level_field = effort, name
+        return ThinkingRequest(on, level, budget, switch_field, level_field)
 
     @staticmethod
     def max_tokens(body: Mapping[str, Any]) -> int | None:

@@ -29,7 +29,7 @@ from agl_slime.tokens.answer import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
 _HONOURED = "input instructions model tools tool_choice max_output_tokens previous_response_id text stream top_logprobs"
-_HONOURED += " include conversation chat_template_kwargs"
+_HONOURED += " include conversation chat_template_kwargs reasoning reasoning_effort thinking"
 
 
 class Responses(Protocol):
@@ -74,6 +74,7 @@ class Responses(Protocol):
             requested=self.requested_sampling(body),
             constraint={} if items.compacts else _constraint(body),
             template_kwargs=body.get("chat_template_kwargs") or {},
+            thinking=self.thinking_request(body),
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
             compacts=items.compacts,

@@ -28,7 +28,7 @@ from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
-from agl_slime.tokens.fields import AnswerMessages, thinking_argument
+from agl_slime.tokens.fields import AnswerMessages
 from agl_slime.tokens.forks import ForkReason, classify_edit, explain_once
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import (
@@ -40,6 +40,7 @@ from agl_slime.tokens.template import (
     SampledAnswer,
     history_window,
 )
+from agl_slime.tokens.thinking import thinking_argument
 from agl_slime.tokens.tokenizer import encode_text, longest_prefix
 
 

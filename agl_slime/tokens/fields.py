@@ -22,7 +22,6 @@ Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 
 _NAMES = re.compile(r"\w*(?:reason|think|thought)\w*")
-_ARGUMENTS = re.compile(r"(?<![\w.'\"])\w*(?:thinking|reasoning|history)\w*(?!\w*['\"])")
 _PROBE = "SENTINELthoughtSENTINEL"
 _FUNCTION = "SENTINELcallSENTINEL"
 _RESULT = "SENTINELresultSENTINEL"
@@ -148,22 +147,6 @@ class AnswerFields:
                 yield self.render(probe, False)
             except PromptError:
                 continue
-
-
-def thinking_argument(template: Any) -> str:
-    """The argument of a ``ChatTemplate`` that keeps earlier thinking, as ``NAME=true`` or ``NAME=false``; empty if it
-    has none."""
-    fields, thought = template.fields, {template.fields.thinking or "": _PROBE}
-    probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
-    names = dict.fromkeys(_ARGUMENTS.findall(fields.source))
-    for arguments in ({}, *({name: value} for name in names for value in (True, False))):
-        try:
-            kept = _PROBE in template.with_arguments(arguments).render(probe, generation_prompt=True)
-        except PromptError:
-            continue
-        if kept:
-            return "".join(f"{name}={str(value).lower()}" for name, value in arguments.items())
-    return ""
 
 
 class AnswerMessages:

@@ -50,6 +50,13 @@ def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
     tokenizer.run_template_kwargs = dict(kwargs)
 
 
+class HashedArguments(dict[str, Any]):
+    """Template arguments as a cache key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", True))  # a tokenizer without the attribute renders by itself
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, Talk, body_of, user
+from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, STREAMED, Talk, body_of, user
 from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
-from tests.harness.gateway import one_sample, post, serving
+from tests.harness.gateway import gateway_counts, one_sample, post, prompts, serving
 from tests.harness.model_templates import MODELS, template_of
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
@@ -102,3 +103,37 @@ def test_run_template_arguments_reach_prompts_and_clients_override_them() -> Non
         texts = [case.tokenizer.decode(turn.prompt_ids.tolist()) for turn in case.turns]
         assert [text.partition("<")[0] for text in texts] == ["A=1 B=1 ", "A=1 B=2 "]
         assert all("chat_template_kwargs" not in str(request.payload) for request in case.engine.received)
+
+
+EFFORTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"reasoning_effort": "minimal"},
+    "responses": {"reasoning": {"effort": "minimal", "summary": "auto"}},
+    "messages": {"output_config": {"effort": "minimal"}},
+    "completions": {"reasoning_effort": "minimal"},
+}
+
+
+@STREAMED
+@pytest.mark.parametrize("path", CHATS)
+def test_an_effort_is_the_templates_nearest_in_each_prompt(path: str, streamed: bool) -> None:
+    source = "{{- 'effort=' ~ (reasoning_effort or 'medium') ~ ' ' }}" + template_of(MODELS["Qwen2.5"])
+    with serving("One.", "Two.", template=source) as case:
+        talk = Talk(case, path, **EFFORTS[path])
+        talk.ask(user("?"))
+        body = body_of(path, [*talk.history, user("And?")], stream=streamed, **EFFORTS[path])
+        httpx.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+        assert [text.partition("<")[0] for text in prompts(case)] == ["effort=low "] * 2
+        one_sample(case)
+        assert not {f"overridden/{name}" for name in EFFORTS[path]} & gateway_counts(case).keys()
+
+
+@STREAMED
+@pytest.mark.parametrize("path", EFFORTS)
+def test_an_effort_without_an_argument_is_counted_as_overridden(path: str, streamed: bool) -> None:
+    (field,) = EFFORTS[path]
+    plain, decided = template_of(MODELS["Qwen2.5"]), {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    for source, run in ((plain, {}), ("{{- reasoning_effort }}" + plain, decided)):
+        with serving("One.", template=source, sampling=run) as case:
+            body = body_of(path, [user("?")], stream=streamed, **EFFORTS[path])
+            httpx.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+            assert gateway_counts(case)[f"overridden/{field}"] == 1

@@ -35,7 +35,7 @@ from agl_slime.tokens.formats.tagged import (
     SeedParser,
 )
 from agl_slime.tokens.formats.untyped import types_of
-from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
+from agl_slime.tokens.tokenizer import ChatTokenizer, HashedArguments, render_chat
 
 __all__ = [
     "UNREAD_FORMAT",
@@ -79,18 +79,11 @@ def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     kwargs = dict(template_kwargs or {})
     source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
     source = source if isinstance(source, str) else ""
-    return _find(tokenizer, source, _Arguments(kwargs))
-
-
-class _Arguments(dict[str, Any]):
-    """Template arguments as a cache key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(self))
+    return _find(tokenizer, source, HashedArguments(kwargs))
 
 
 @functools.lru_cache(maxsize=64)
-def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
+def _find(tokenizer: Any, source: str, kwargs: HashedArguments) -> ToolParser | None:
     asked_for = [form() for form in _FORMATS if any(mark in source for mark in form.template_marks)]
     for written in _probes(tokenizer, kwargs):
         for form in [*asked_for, *(form() for form in _FORMATS)]:
