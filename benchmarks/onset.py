@@ -34,7 +34,7 @@ from agl_slime.cli.settings import train_config
 from agl_slime.tools.demo_policy.warmup import PolicySettings, make_policy
 from agl_slime.tools.export.command import kept_rollouts
 from agl_slime.tools.forensics.onset import Onset, find_onsets
-from agl_slime.tools.forensics.traits import Trait, see
+from agl_slime.tools.forensics.traits import Trait, read_traits
 from benchmarks.common import console
 from benchmarks.leaky_agents import PROMPTS, SHOWN, STARTS, Demonstrations
 
@@ -84,13 +84,13 @@ def start_of(shares: np.ndarray[Any, Any], leak: int) -> int | None:
 
 
 def onsets_of(lines: Sequence[Line]) -> list[Onset]:
-    return find_onsets(one for line in lines if (one := see(line)) is not None)
+    return find_onsets(one for line in lines if (one := read_traits(line)) is not None)
 
 
 def task_traits() -> tuple[frozenset[Trait], set[int]]:
     """The traits of right conversations of the lookup task, and the numbers of words of their answers."""
     right = LookupDemonstrations().demonstrations(random.Random(0), 64, quality="clean")
-    seen = [see({"iteration": 1, "messages": conversation}) for conversation in right]
+    seen = [read_traits({"iteration": 1, "messages": conversation}) for conversation in right]
     return frozenset(trait for one in seen if one for trait in one.traits), {one.words for one in seen if one}
 
 

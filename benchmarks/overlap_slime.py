@@ -28,8 +28,8 @@ from rich.table import Table
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
-from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
+from agl_slime.cli.wiring import RunInputs
 from agl_slime.tools.rehearse.megatron.flags import model_flags
 from benchmarks.common import console, question, question_agent, scripted_engine
 from tests.programs.slime.common import start_ray
@@ -62,8 +62,8 @@ def measure(
             *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
             *("--update-weight-disk-dir", str(directory / "weights")),
         ]
-        parts = RunParts(agent=question_agent(), tasks=[{"prompt": question(n)} for n in range(200)])
-        asyncio.run(run_training(config, slime_flags=flags, given=parts, console=Console(quiet=True)))
+        parts = RunInputs(agent=question_agent(), tasks=[{"prompt": question(n)} for n in range(200)])
+        asyncio.run(run_training(config, slime_flags=flags, program_inputs=parts, console=Console(quiet=True)))
         rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/tokens_trained"] > 0 for row in rows] == [True] * (warm_up + iterations)
     return rows[warm_up:]

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from agl_slime.cli.local import run_training
 from agl_slime.cli.options import PATHS
-from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
+from agl_slime.cli.wiring import RunInputs
 from agl_slime.errors import ConfigError
 from agl_slime.loop.settings import LoopSettings, RunResult
 from agl_slime.runner.concurrent import ConcurrentRunner
@@ -91,8 +91,10 @@ class SlimeAlgorithm(Algorithm):
         # Agent Lightning's runners start no gateway, so the loop's process has one for them
         behind = not isinstance(getattr(self.get_trainer(), "runner", None), ConcurrentRunner)
         self._check_trainer(behind)
-        given = RunParts(store=store, tasks=tasks, val_tasks=val_tasks, resources=resources, behind_gateway=behind)
-        self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
+        inputs = RunInputs(store=store, tasks=tasks, val_tasks=val_tasks, resources=resources, behind_gateway=behind)
+        self.result = await run_training(
+            config, slime_flags=self.slime_flags, program_inputs=inputs, console=self._console
+        )
 
     def _check_trainer(self, behind: bool) -> None:
         """Raise ``ConfigError`` for parts of the Trainer that would lose rollouts."""

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from agl_slime.cli.flags import flag, split_env_flags
-from agl_slime.cli.options import GROUPS, PATHS, SLIMES_SETTINGS, find_setting, name_of
+from agl_slime.cli.options import GROUPS, PATHS, SLIMES_SETTINGS, find_setting, flag, name_of, split_env_flags
 from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError, SettingError
 from agl_slime.report.files import RunDir
@@ -79,18 +78,18 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     for argument in ours:
         if (fix := _REPLACED.get(argument.partition("=")[0].replace("_", "-"))) is not None:
             raise ConfigError(f"{argument}: there is no such flag; {fix}")
-    options, ours = _found(ours, "--config")
-    resumed, _ = _found(ours, "--output-dir", "--output_dir")
+    config_file, ours = _extract_path(ours, "--config")
+    output_dir, _ = _extract_path(ours, "--output-dir", "--output_dir")
     values: dict[str, Any] = {}
-    given: dict[str, Any] = {}
-    own = RunDir(resumed).config if resumed is not None else None
+    file_values: dict[str, Any] = {}
+    run_config = RunDir(output_dir).config if output_dir is not None else None
     overridden = {argument.partition("=")[0].replace("_", "-") for argument in ours}
-    if "--resume" in overridden and own is not None and own.is_file():
-        values = read_config(own, overridden=overridden | ({flag("env_arguments")} if env_flags else set()))
-    if options is not None:
-        given = read_config(options, overridden=overridden)
-        env_flags = (*given.pop("env_arguments", ()), *env_flags)
-        values |= {**given, "local": {**values.get("local", {}), **given.get("local", {})}}
+    if "--resume" in overridden and run_config is not None and run_config.is_file():
+        values = read_config(run_config, overridden=overridden | ({flag("env_arguments")} if env_flags else set()))
+    if config_file is not None:
+        file_values = read_config(config_file, overridden=overridden)
+        env_flags = (*file_values.pop("env_arguments", ()), *env_flags)
+        values |= {**file_values, "local": {**values.get("local", {}), **file_values.get("local", {})}}
     env_flags = env_flags or tuple(values.pop("env_arguments", ()))
     if any(name in values or flag(name) in overridden for name in SLIMES_SETTINGS):
         values.setdefault("trainer", "slime")
@@ -100,7 +99,7 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
         return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
     except SettingError as error:
         key = error.name.removeprefix("--").replace("-", "_") if error.name.startswith("--") else f"local.{error.name}"
-        for file, named in ((options, given), (own, values)):
+        for file, named in ((config_file, file_values), (run_config, values)):
             if flag(key) not in overridden and key in {*named, *(f"local.{name}" for name in named.get("local", ()))}:
                 raise ConfigError(f"--config {file}: {key} {error.problem}") from error
         raise
@@ -117,12 +116,12 @@ def _default_flags(values: Mapping[str, Any]) -> Any:
     )
 
 
-def _found(arguments: Sequence[str], *names: str) -> tuple[Path | None, list[str]]:
+def _extract_path(arguments: Sequence[str], *names: str) -> tuple[Path | None, list[str]]:
     """The path of the flag ``names``, and the other arguments."""
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument(*names, type=Path, dest="path")
-    options, others = parser.parse_known_args(arguments)
-    return options.path, others
+    options, rest = parser.parse_known_args(arguments)
+    return options.path, rest
 
 
 def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
@@ -169,8 +168,8 @@ def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
     except ValidationError as error:
         if value in _INFINITE:
             return _typed(path, name, kind, float(value))
-        wanted = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
-        raise ConfigError(f"--config {path}: {name} must be {' or '.join(wanted)}, got {value!r:.80}") from error
+        expected = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
+        raise ConfigError(f"--config {path}: {name} must be {' or '.join(expected)}, got {value!r:.80}") from error
 
 
 def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
@@ -207,8 +206,8 @@ def config_values(config: TrainConfig) -> dict[str, Any]:
             values[name] = _absolute(value)
     values["external_plugins"] = tuple(map(_absolute, config.external_plugins))
     values["env_arguments"] = tuple(
-        str(_absolute(argument)) if before == "@" else argument
-        for before, argument in zip(("", *config.environment.arguments), config.environment.arguments, strict=False)
+        str(_absolute(argument)) if previous == "@" else argument
+        for previous, argument in zip(("", *config.environment.arguments), config.environment.arguments, strict=False)
     )
     return _without_infinity(values)
 

@@ -24,8 +24,11 @@ from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.cli.model_dir import RunModels
 from agl_slime.cli.models import check_tokenizer
-from agl_slime.cli.parts import (
-    RunParts,
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import check_tools, find_start, load_inputs, run_directory, set_aside, uses_raw_prompts
+from agl_slime.cli.weights import WeightPublisher, weights_directory
+from agl_slime.cli.wiring import (
+    RunInputs,
     make_loop,
     make_reports,
     model_for_agents,
@@ -34,9 +37,6 @@ from agl_slime.cli.parts import (
     step,
     teacher_warning,
 )
-from agl_slime.cli.settings import TrainConfig
-from agl_slime.cli.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
-from agl_slime.cli.weights import WeightPublisher, weights_directory
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
 from agl_slime.data.policy import zero_variance
 from agl_slime.data.results import instance_of
@@ -53,7 +53,6 @@ from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.events import BatchTrained
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.loop.trainer import HasTokenScores, Trainer
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report import StandardReporters
 from agl_slime.report.files import IterationFile, PendingRun, RunDir
@@ -87,12 +86,12 @@ async def run_training(
     config: TrainConfig,
     *,
     slime_flags: Sequence[str] = (),
-    given: RunParts | None = None,
+    program_inputs: RunInputs | None = None,
     console: Console | None = None,
     torch_threads: TorchThreads = None,
 ) -> RunResult:
     """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
-    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
+    ``--trainer slime``; ``program_inputs`` has a program's store and tasks, which replace the ones of the settings;
     ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
     console = console or PlainConsole()
     began = time.monotonic()
@@ -100,21 +99,21 @@ async def run_training(
     if config.trainer == "slime":
         from agl_slime.cli.slime import run_slime_training
 
-        return await run_slime_training(config, slime_flags, given=given, console=console)
+        return await run_slime_training(config, slime_flags, program_inputs=program_inputs, console=console)
     if slime_flags:
         why = f"flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
         raise ConfigError(f"{slime_flags[0]!r}: {why}")
-    parts = given or await load_parts(config)
+    inputs = program_inputs or await load_inputs(config)
     described = await _probe_servers(config)
     async with AsyncExitStack() as stack:
         pending = stack.enter_context(run_directory(config))
         run = pending.run
-        if given is None:
+        if program_inputs is None:
             stack.push(partial(_print_next_command, console, pending))
         checkpoints = _checkpoints(config, run) if config.resume else []
-        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
-        origin = await find_start(config, parts, run, described, console)
-        tokenizer, warnings = await _load_tokenizer(config, parts, origin.model)
+        page_stack = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
+        origin = await find_start(config, inputs, run, described, console)
+        tokenizer, warnings = await _load_tokenizer(config, inputs, origin.model)
         teachers = await stack.enter_async_context(Teachers(config.teachers)) if config.teachers else None
         if teachers is not None:
             await teachers.check(tokenizer)
@@ -125,7 +124,7 @@ async def run_training(
             print_line(sizes, to=console)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
-        directory = stack.enter_context(weights_directory(config, origin.model, run.path))
+        directory = stack.enter_context(weights_directory(config, origin.model, run))
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         await _push_start(config, weights, start, warnings)
         sampling = {**sampling_parameters(config), **await _replayed_experts(trainer, url, origin.model)}
@@ -133,14 +132,14 @@ async def run_training(
         if config.resume and checkpoint is None:
             set_aside(run)
         pending.begin(origin.record)  # no check is left that could fail: from here on files are written
-        await shown.enter_async_context(served_page(run, config.view, console))
+        await page_stack.enter_async_context(served_page(run, config.view, console))
         reports = make_reports(config, run, console, began=began)
-        shown.callback(reports.close)
+        page_stack.callback(reports.close)
         for key, text in warnings.items():
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
-        source = _open_source(stack, config, parts, run, tokenizer, sampling, teachers)
-        kept = await _resume(config, parts, run, source, checkpoint, start)
+        source = _open_source(stack, config, inputs, run, tokenizer, sampling, teachers)
+        unfinished = await _resume(config, inputs, run, source, checkpoint, start)
         models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
         steps = LocalSteps(
             trainer=trainer,
@@ -151,16 +150,16 @@ async def run_training(
                 directory=run.checkpoints,
                 trainer=trainer,
                 source=source,
-                save_partial=lambda path: kept.save(path, base_url=url),
+                save_partial=lambda path: unfinished.save(path, base_url=url),
             ),
             models=models,
             reports=reports,
             observer=await _step_observer(stack, config, run, url, trainer, tokenizer, weights, reports),
         )
-        enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
+        enter_llm = partial(model_for_agents, config, inputs, model_path=origin.model)
         loop = make_loop(
             config,
-            parts,
+            inputs,
             **_validation_llm(stack, config, weights, partial(enter_llm, url=url)),
             llm=stack.enter_context(enter_llm(url=url, sampling=sampling)),
             data_source=source,
@@ -169,7 +168,7 @@ async def run_training(
             weight_sync_fn=weights.push_next,
             save_fn=steps.save,
             start=start,
-            observer=_Observers(reports, kept, models),
+            observer=_Observers(reports, unfinished, models),
             check_alive=check_engine,
         )
         return await loop.run_async()
@@ -183,7 +182,7 @@ def _print_next_command(console: Console, pending: PendingRun, kind: type[BaseEx
 
 
 def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:
-    """A warning, by its key, of a learning rate that is far above what a large model learns with."""
+    """A warning, by its key, of a learning rate that is far too high for a large model."""
     n = _parameters(model)
     if settings.lr is None or settings.lora_rank or n < LARGE_MODEL or settings.lr <= _LARGE_MODELS_LR:
         return {}
@@ -216,17 +215,17 @@ async def _probe_servers(config: TrainConfig) -> EngineDescription | None:
     return described
 
 
-async def _load_tokenizer(config: TrainConfig, parts: RunParts, model_path: Path) -> tuple[Any, dict[str, str]]:
+async def _load_tokenizer(config: TrainConfig, inputs: RunInputs, model_path: Path) -> tuple[Any, dict[str, str]]:
     """The model's tokenizer, and warnings by their keys. Raises ``ConfigError`` when the agent cannot use it."""
     warnings = {}
     tokenizer = await run_in_thread(load_tokenizer, model_path)
     check_tokenizer(model_path, tokenizer)
     set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
     if not has_chat_template(tokenizer):
-        raw = await uses_raw_prompts(parts, model_path, seed=config.loop.seed)
+        raw = await uses_raw_prompts(inputs, model_path, seed=config.loop.seed)
         effect = "prompts are sampled as they are" if raw else "only text prompts can be sampled"
         warnings["chat_template"] = f"--model-path {model_path}: without a chat template {effect}"
-    if unread := await check_tools(parts, model_path, tokenizer, seed=config.loop.seed):
+    if unread := await check_tools(inputs, model_path, tokenizer, seed=config.loop.seed):
         warnings["tool_format"] = unread
     return tokenizer, warnings
 
@@ -265,8 +264,8 @@ async def _push_start(
     """Push the weights of ``start`` in the dtype of all engines, which may have loaded others."""
     if refused := await weights.sync.settle_pause():
         warnings["weight_pause"] = refused
-    others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
-    computes = [await sync.computes_in() for sync in (weights.sync, *others)]
+    validation_engines = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
+    computes = [await sync.computes_in() for sync in (weights.sync, *validation_engines)]
     weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
     await weights.push(start.version)
 
@@ -274,7 +273,7 @@ async def _push_start(
 def _open_source(
     stack: AsyncExitStack,
     config: TrainConfig,
-    parts: RunParts,
+    inputs: RunInputs,
     run: RunDir,
     tokenizer: Any,
     sampling: dict[str, Any],
@@ -285,11 +284,11 @@ def _open_source(
     stack.callback(ledger.close)
     group_filter = zero_variance if config.drop_zero_variance else None
     replay_files = None
-    if replay_of(sampling) and isinstance(parts.store, BridgeStore):
+    if replay_of(sampling) and isinstance(inputs.store, BridgeStore):
         replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
         sampling["replay_files"] = str(replay_files)
     source = GroupSource(
-        store=parts.store,
+        store=inputs.store,
         tokenizer=tokenizer,
         settings=DataSourceSettings(policy=config.group, group_filter=group_filter),
         ledger=ledger,
@@ -303,23 +302,23 @@ def _open_source(
 
 async def _resume(
     config: TrainConfig,
-    parts: RunParts,
+    inputs: RunInputs,
     run: RunDir,
     source: GroupSource,
     checkpoint: Checkpoint | None,
     start: LoopState,
 ) -> PartialRollouts:
     """Restore files, data source and partial rollouts from ``checkpoint``, if there is one."""
-    kept = PartialRollouts()
+    unfinished = PartialRollouts()
     if checkpoint is not None:
         reported = await run_in_thread(run.rewind, start.iteration)
         checkpoint.rewind(source.ledger, reported=reported)
         source.restore(checkpoint.data_source)
-        kept.load(checkpoint.partial, admitted=start.admitted, version=start.version)
+        unfinished.load(checkpoint.partial, admitted=start.admitted, version=start.version)
     source.set_version(start.version, named=True)
-    if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
-        parts.agent.partial = kept if config.runners == "inproc" else None
-    return kept
+    if isinstance(inputs.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
+        inputs.agent.partial = unfinished if config.runners == "inproc" else None
+    return unfinished
 
 
 async def _step_observer(
@@ -397,7 +396,10 @@ class LocalSteps:
         metrics = self.trainer.train(groups, iteration=iteration)
         self.trainer.on_progress = None
         self.trained.append(iteration, describe_batch(groups, self.trainer.scores))
-        self.reports.handle(_batch_trained(iteration, groups, self.trainer))
+        scores, samples = self.trainer.scores, list(flat_samples(groups))
+        assert scores is not None  # of the step that has just ended
+        figures = {"log_probs": scores.log_probs, "advantages": scores.advantages}
+        self.reports.handle(BatchTrained(iteration=iteration, samples=samples, **figures))
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
         return metrics if self.observer is None else metrics | self.observer.finish(observed)
 
@@ -411,14 +413,6 @@ def _draw_number(samples: Sequence[Sample]) -> int:
     """The number of the group's task in the order of draw; 0 without one."""
     number = instance_of(samples[0].metadata) or ""
     return int(number) if number.isdecimal() else 0
-
-
-def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: Trainer) -> BatchTrained:
-    scores = trainer.scores if isinstance(trainer, HasTokenScores) else None
-    samples = list(flat_samples(groups))
-    if scores is None:
-        return BatchTrained(iteration=iteration, samples=samples)
-    return BatchTrained(iteration=iteration, samples=samples, log_probs=scores.log_probs, advantages=scores.advantages)
 
 
 class _Observers:
@@ -439,8 +433,8 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
         fix = f"give --num-iterations above {done} to continue"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     noted = ledger_checkpoints(run.ledger) if checkpoints else set()
-    if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
-        why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {other[0]}"
+    if unrecorded := [each.loop.iteration for each in checkpoints if each.loop.iteration not in noted]:
+        why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {unrecorded[0]}"
         raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings have changed since the run began: %s.", ", ".join(changed))

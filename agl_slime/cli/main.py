@@ -1,4 +1,4 @@
-"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
+"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps written files.
 
 Exit codes: 0 finished, 1 the run failed, 2 a flag or file cannot be used, 130 interrupted, 141 standard output closed
 (``>&-``, or a pipe whose reader has ended). ``AGL_SLIME_DEBUG=1`` shows tracebacks.
@@ -59,7 +59,7 @@ COMMANDS = {
         "tools.rehearse.command:main",
     ),
     "buffer": ("serve a rollout buffer", "buffer.server:main"),
-    "gateway": ("serve the model to agents of other runners", "gateway.command:main"),
+    "gateway": ("serve the model to agents of other runners", "tools.gateway.command:main"),
     "record": ("serve a model to agents and record exact tokens for any trainer", "tools.record.command:main"),
 }
 """The commands by name, each with a description and its function, which is imported when it is asked for. A
@@ -154,11 +154,11 @@ def _open_closed_streams() -> bool:
 
 
 def _train(arguments: list[str]) -> None:
-    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+    separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
 
     from agl_slime.cli.config_file import parse_train_config  # refuses an unknown version of slime
 
-    config, slime_flags = parse_train_config(arguments[:at]), arguments[at + 1 :]
+    config, slime_flags = parse_train_config(arguments[:separator]), arguments[separator + 1 :]
     console = PlainConsole()
     if config.trainer == "slime":
         print_line("The trainer is slime: --trainer slime or one of slime's flags chose it.", to=sys.stderr)
@@ -221,8 +221,8 @@ def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
             print_line("`agl-slime doctor` checks the installation.", to=console, style="dim")
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
-        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        print_error(console, f"{where}{error.strerror or format_exception(error)}", error, debug=debug)
+        file = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        print_error(console, f"{file}{error.strerror or format_exception(error)}", error, debug=debug)
         return 1
     # a bug of this package: a user cannot use a traceback, but can report it
     text = f"this is a bug: please report it with the traceback that {DEBUG_VARIABLE}=1 shows"

@@ -19,12 +19,11 @@ from typing import Any
 
 from agl_slime import metric_names as m
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.cli.weights import version_name
 from agl_slime.errors import ConfigError, format_exception
 from agl_slime.events import Event, IterationFinished
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.loop.metrics import FAILED_SHARE
-from agl_slime.report.files import RunDir, dump, iter_jsonl, read_object
+from agl_slime.report.files import RunDir, dump, iter_jsonl, read_object, version_name
 from agl_slime.report.metrics import number, validation_of
 from agl_slime.support.files import whole_directory
 
@@ -154,22 +153,23 @@ def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -
     head["pipeline_tag"] = "text-generation"
     front = "".join(f"{key}: {value}\n" for key, value in head.items() if value)
     front += "tags: [reinforcement-learning, agl-slime]\n"
-    parts = [
+    sections = [
         f"---\n{front}---\n",
         f"# {base_name(base)}, trained for {iteration} iterations\n",
         f"The weights of `{base_name(base)}` after {iteration} iterations of reinforcement learning on the agent "
         f"`{agent}` with agl-slime. Reward is the mean over rollouts that have one.\n",
         "## Task\n\n" + _task(settings),
         "## Curve\n\n" + _curve(rows),
-        "## Settings\n\n```json\n" + json.dumps(_shown(settings), indent=2) + "\n```\n",
+        "## Settings\n\n```json\n" + json.dumps(_card_settings(settings), indent=2) + "\n```\n",
         "## Versions\n\n" + ", ".join([*_versions(), f"Python {sys.version.split()[0]}"]) + ".\n",
     ]
     if lora:
-        parts.append("## Adapter\n\nThese are the merged weights; `adapter/` has the LoRA adapter alone, for PEFT.\n")
+        text = "These are the merged weights; `adapter/` has the LoRA adapter alone, for PEFT."
+        sections.append(f"## Adapter\n\n{text}\n")
     terms = f"The base model's licence is `{license}`, and these weights are under its terms."
     unknown = "The base model's directory names no licence: look it up before you share these weights."
-    parts.append("## Licence\n\n" + (terms if license else unknown) + "\n")
-    return "\n".join(parts)
+    sections.append("## Licence\n\n" + (terms if license else unknown) + "\n")
+    return "\n".join(sections)
 
 
 def base_name(base: Path) -> str:
@@ -213,11 +213,11 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(settings: Mapping[str, Any]) -> dict[str, Any]:
-    shown = json.loads(dump({key: value for key, value in settings.items() if key not in _MACHINE_SETTINGS}))
+def _card_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = json.loads(dump({key: value for key, value in settings.items() if key not in _MACHINE_SETTINGS}))
     files = ("agent", "model_path", "tasks", "eval_tasks", "job_template")
-    shown["external_plugins"] = [Path(path).name for path in shown.get("external_plugins") or ()]
-    return {key: Path(value).name if key in files and value else value for key, value in shown.items()}
+    values["external_plugins"] = [Path(path).name for path in values.get("external_plugins") or ()]
+    return {key: Path(value).name if key in files and value else value for key, value in values.items()}
 
 
 def _versions() -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agl_slime.cli.smollm2 import make_smollm2, require_gguf, smollm2_directory
 from agl_slime.engine.client.describe import vocab_size_of
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
 
 _SMOLLM2 = "smollm2"
+_CONVERT = "agl_slime.tools.smollm2.convert"  # imported when smollm2 is asked for
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # publisher/model
 # The files that engine and trainer read; the same weights in other formats are not fetched.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
@@ -23,8 +24,7 @@ def check_model(model: Path) -> None:
     if (model / "config.json").is_file() or _is_trained(model):
         return
     if str(model) == _SMOLLM2 and not model.exists():
-        if smollm2_directory() is None:
-            require_gguf()
+        import_module(_CONVERT).check_smollm2()
     elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
         fix = "give a directory that has one, smollm2, or a name on the hub"
         raise ConfigError(f"--model-path {model}: there is no Hugging Face checkpoint (no config.json); {fix}")
@@ -52,7 +52,7 @@ def find_model(model: Path, say: Callable[[str], None]) -> Path:
         return model_of_run(model)
     if (model / "config.json").is_file():
         return model.resolve()
-    return make_smollm2(say) if str(model) == _SMOLLM2 else _from_hub(str(model), say)
+    return import_module(_CONVERT).make_smollm2(say) if str(model) == _SMOLLM2 else _from_hub(str(model), say)
 
 
 def _is_trained(path: Path) -> bool:

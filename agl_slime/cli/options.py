@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
@@ -122,8 +122,24 @@ def _docstrings(owner: type) -> Mapping[str, str]:
     body = ast.parse(inspect.getsource(owner)).body[0]
     assert isinstance(body, ast.ClassDef)
     texts = {}
-    for statement, after in pairwise(body.body):
-        match statement, after:
+    for statement, text_below in pairwise(body.body):
+        match statement, text_below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())
     return texts
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def split_env_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split a command line into our flags and the environment's: ``--env.KEY value``, ``--env.KEY=value``,
+    ``--env.KEY`` alone, a switch, or ``--env.@ FILE.toml``."""
+    ours, env_flags, value_expected = [], [], False
+    for argument in arguments:
+        is_env_flag = argument.startswith("--env.")
+        is_env_value = value_expected and not argument.startswith("--")
+        (env_flags if is_env_flag or is_env_value else ours).append("@" if argument == "--env.@" else argument)
+        value_expected = is_env_flag and "=" not in argument
+    return ours, tuple(env_flags)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from agl_slime.agent.loading import DEFAULT_AGENT, split_agent
-from agl_slime.cli.flags import flag
 from agl_slime.cli.models import check_model
-from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, find_setting, name_of
+from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, find_setting, flag, name_of
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.teacher import Teacher
 from agl_slime.engine.client.generation import SamplingParams
@@ -342,7 +341,7 @@ def command_config(kind: type[Command], **values: Any) -> Command:
 
 
 def parse_command(
-    kind: type[Command], run_settings: Mapping[str, Any], *, prog: str, arguments: Sequence[str], **more: Any
+    kind: type[Command], run_settings: Mapping[str, Any], *, prog: str, arguments: Sequence[str], **fixed: Any
 ) -> Command:
     """The configuration of a command line: flags are the fields of ``kind`` and ``run_settings``, by name with their
     defaults, of which ``...`` is the run's."""
@@ -354,7 +353,7 @@ def parse_command(
         flags.append((name, Annotated[setting.type | None, argument], default))
     about: dict[str, Any] = {"frozen": True, "kw_only": True, "namespace": {"__doc__": kind.__doc__}}
     parsed: Any = tyro.cli(make_dataclass(kind.__name__, flags, bases=(kind,), **about), prog=prog, args=arguments)
-    return command_config(kind, **{name: value for name, value in vars(parsed).items() if name != "settings"}, **more)
+    return command_config(kind, **{name: value for name, value in vars(parsed).items() if name != "settings"}, **fixed)
 
 
 def _replaced(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:

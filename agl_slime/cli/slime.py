@@ -20,9 +20,10 @@ from rich.console import Console
 from agl_slime import events
 from agl_slime.agent.access import check_replay, replay_of
 from agl_slime.cli.models import find_model
-from agl_slime.cli.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page, teacher_warning
-from agl_slime.cli.settings import TrainConfig, flag
-from agl_slime.cli.start import check_tools, load_parts, run_directory
+from agl_slime.cli.options import flag
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import check_tools, load_inputs, run_directory
+from agl_slime.cli.wiring import RunInputs, make_loop, make_reports, model_for_agents, say, served_page, teacher_warning
 from agl_slime.data.policy import CompleteGroup
 from agl_slime.data.results import rollout_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
@@ -73,9 +74,9 @@ _SHARED_GPUS = ("colocate", "offload_rollout")
 
 
 async def run_slime_training(
-    config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: RunParts | None = None
+    config: TrainConfig, slime_flags: Sequence[str], *, console: Console, program_inputs: RunInputs | None = None
 ) -> RunResult:
-    """Run a whole training with slime. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
+    """Run a whole training with slime. ``program_inputs`` as in ``run_training``; its store must be a ``BridgeStore``.
 
     The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1. Other addresses than
     loopback require a token: ``AGL_SLIME_STORE_TOKEN``, or one made for the run.
@@ -83,8 +84,8 @@ async def run_slime_training(
     require_slime()
     if config.model_path is None:
         raise ConfigError("--trainer slime needs --model-path: the checkpoint that actors and engines start from")
-    if given is not None and not isinstance(given.store, BridgeStore):
-        kind = type(given.store).__name__
+    if program_inputs is not None and not isinstance(program_inputs.store, BridgeStore):
+        kind = type(program_inputs.store).__name__
         raise ConfigError(f"the store is a {kind}, which cannot be served to slime: use BridgeStore()")
     model_path = await run_in_thread(find_model, config.model_path, partial(say, console))
     config = replace(config, model_path=model_path)
@@ -95,10 +96,10 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     data = prompt_data(args)
-    if data is not None and (given is not None or config.tasks is not None or config.environment.name is not None):
+    if data is not None and (program_inputs or config.tasks or config.environment.name):
         raise ConfigError(f"--prompt-data {data.path} after --: the run has other tasks; leave one of both out")
-    parts = given or await load_parts(config, given_tasks=await run_in_thread(_rows, data, model_path))
-    store = parts.store
+    inputs = program_inputs or await load_inputs(config, prompt_tasks=await run_in_thread(_rows, data, model_path))
+    store = inputs.store
     assert isinstance(store, BridgeStore)
     sampling = {**(PluginSettings.from_args(args, {}).sampling or {}), **config.template}
     if config.sglang_url is not None:  # slime starts its own engines later; their first answer is checked
@@ -110,14 +111,14 @@ async def run_slime_training(
     async with AsyncExitStack() as stack:
         pending = stack.enter_context(run_directory(config))
         run = pending.run
-        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
+        page_stack = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
-        unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.loop.seed)
-        parts = replace(parts, tasks=_ordered(parts.tasks, data))
+        unread = await check_tools(inputs, Path(model_path), tokenizer, seed=config.loop.seed)
+        inputs = replace(inputs, tasks=_ordered(inputs.tasks, data))
         # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
@@ -146,20 +147,20 @@ async def run_slime_training(
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.loop.rollout_batch_size, plan=plan)
         start, finished = steps.start(config.loop.num_iterations)
         pending.begin()  # no check is left that could fail: from here on files are written
-        await shown.enter_async_context(served_page(run, config.view, console))
+        await page_stack.enter_async_context(served_page(run, config.view, console))
         steps.observer = reports = make_reports(config, run, console)
-        shown.callback(reports.close)
+        page_stack.callback(reports.close)
         reports.use_tokenizer(tokenizer)
         for key, text in (teacher_warning(config) | {"tool_format": unread}).items():
             if text:
                 reports.handle(events.Warning(text=text, key=key))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
-        enter_llm = partial(model_for_agents, config, parts, url=url, model_path=model_path)
+        enter_llm = partial(model_for_agents, config, inputs, url=url, model_path=model_path)
         val_sampling = {**sampling, **config.validation_sampling}
         loop = make_loop(
             config,
-            parts,
+            inputs,
             save_interval=1,  # slime decides when it saves
             llm=stack.enter_context(enter_llm(sampling=sampling)),
             val_llm=stack.enter_context(enter_llm(sampling=val_sampling)) if config.eval_sampling else None,
@@ -202,7 +203,7 @@ def loop_flags(
         "--actor-num-gpus-per-node": config.actor_num_gpus_per_node,
         "--advantage-estimator": "grpo",
     }
-    flags = [part for name, value in values.items() for part in (name, str(value))]
+    flags = [word for name, value in values.items() for word in (name, str(value))]
     if engines:
         flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)]
     else:
@@ -333,6 +334,6 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
         return (), (None, port), http_url(find("get_host_info")()[1], port)
     async with SGLangClient(base_url=config.sglang_url) as client:
         workers, url = await client.workers(least=0 if config.rollout_num_gpus else 1), client.base_url
-    parts = urlsplit(url)
-    router = (parts.hostname, parts.port) if workers != (url,) and parts.hostname and parts.port else None
+    address = urlsplit(url)
+    router = (address.hostname, address.port) if workers != (url,) and address.hostname and address.port else None
     return workers, router, url

@@ -19,8 +19,9 @@ from agl_slime.agent.loading import configure_agent, load_agent
 from agl_slime.cli.config_file import config_values
 from agl_slime.cli.demo import LOOKUP_POLICY, LookupDemonstrations
 from agl_slime.cli.models import find_model
-from agl_slime.cli.parts import RunParts, environment_of, say
+from agl_slime.cli.options import flag
 from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.wiring import RunInputs, environment_of, say
 from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import digest
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Settings that determine a run's rollouts and their order.
 _FIXED = ("agent", "seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks")
-WEIGHTS = "weights"  # in a run's directory: checkpoints that the engine loads
 _FIRST_VERSION = "default"  # engines' name of the weights that they were started with
 
 
@@ -52,7 +52,7 @@ def run_directory(config: TrainConfig) -> Iterator[PendingRun]:
     else:
         path = config.output_dir
         made = make_directories(path)
-    created = [file for file in (path / LOCK, path / WEIGHTS) if not file.exists()]
+    created = [file for file in (path / LOCK, RunDir(path).weights) if not file.exists()]
     pending = None
     with sole_owner(path):
         try:
@@ -73,13 +73,13 @@ def read_start(config: TrainConfig) -> dict[str, Any]:
     return (read_object(RunDir(config.output_dir).start) or {}) if config.resume and config.output_dir else {}
 
 
-async def load_parts(config: TrainConfig, *, given_tasks: list[Task] | None = None) -> RunParts:
-    """Load agent and tasks as ``config`` names them; ``given_tasks`` stand for its ``--tasks``. Raises
+async def load_inputs(config: TrainConfig, *, prompt_tasks: list[Task] | None = None) -> RunInputs:
+    """Load agent and tasks as ``config`` names them; ``prompt_tasks`` stand for its ``--tasks``. Raises
     ``ConfigError``."""
     if config.environment.name is not None:
-        before = read_start(config).get("held_out") or None  # 0 where the taskset has its own split
-        env = await run_in_thread(partial(environment_of, config, held_out=before))
-        return RunParts(tasks=env.tasks, val_tasks=env.val_tasks, held_out=env.held_out, environment=env)
+        held_out = read_start(config).get("held_out") or None  # 0 where the taskset has its own split
+        env = await run_in_thread(partial(environment_of, config, held_out=held_out))
+        return RunInputs(tasks=env.tasks, val_tasks=env.val_tasks, held_out=env.held_out, environment=env)
     agent = None
     if config.runners != "controller":  # a controller imports the agent itself, in another Python
         agent, images = await run_in_thread(load_agent, config.agent), config.gateway.images
@@ -90,29 +90,29 @@ async def load_parts(config: TrainConfig, *, given_tasks: list[Task] | None = No
             images=images if images != ImageSettings() else None,  # None: the agent class's limits
             plugins=config.external_plugins,
         )
-    if config.tasks is not None or given_tasks is not None:
-        tasks, val_tasks, held_out = split_tasks(config, given_tasks)
-        return RunParts(agent=agent, tasks=tasks, val_tasks=val_tasks, held_out=held_out)
+    if config.tasks is not None or prompt_tasks is not None:
+        tasks, val_tasks, held_out = split_tasks(config, prompt_tasks)
+        return RunInputs(agent=agent, tasks=tasks, val_tasks=val_tasks, held_out=held_out)
     if (make_task := getattr(agent, "make_task", None)) is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
     val_tasks = read_tasks(config.eval_tasks, flag="--eval-tasks") if config.eval_tasks is not None else None
-    return RunParts(agent=agent, tasks=make_task, val_tasks=val_tasks)
+    return RunInputs(agent=agent, tasks=make_task, val_tasks=val_tasks)
 
 
 def split_tasks(
-    config: TrainConfig, given_tasks: list[Task] | None = None
+    config: TrainConfig, prompt_tasks: list[Task] | None = None
 ) -> tuple[list[Task], list[Task] | None, int]:
     """Training tasks, validation tasks, and the number held out of ``--tasks``: without ``--eval-tasks`` a tenth,
     chosen by the seed."""
-    tasks = read_tasks(config.tasks or "") if given_tasks is None else given_tasks
+    tasks = read_tasks(config.tasks or "") if prompt_tasks is None else prompt_tasks
     if config.eval_tasks is not None:
         return tasks, read_tasks(config.eval_tasks, flag="--eval-tasks"), 0
-    wanted = max(1, len(tasks) // 10) if config.loop.eval_interval else 0
-    held_out = int(read_start(config).get("held_out", wanted))
+    default = max(1, len(tasks) // 10) if config.loop.eval_interval else 0
+    held_out = int(read_start(config).get("held_out", default))
     if config.loop.eval_interval and not held_out < len(tasks):
         fix = "give --eval-tasks, or --eval-interval 0"
-        where = "--prompt-data" if config.tasks is None else f"--tasks {config.tasks}"
-        raise ConfigError(f"{where}: of {len(tasks)} none can be held out for validations; {fix}")
+        source = "--prompt-data" if config.tasks is None else f"--tasks {config.tasks}"
+        raise ConfigError(f"{source}: of {len(tasks)} none can be held out for validations; {fix}")
     if config.loop.eval_interval and not held_out:
         why = "the run began without validations and held no tasks out"
         raise ConfigError(f"--eval-interval {config.loop.eval_interval}: {why}; give --eval-tasks")
@@ -130,24 +130,24 @@ class Start:
 
 
 async def find_start(
-    config: TrainConfig, parts: RunParts, run: RunDir, described: EngineDescription | None, console: Console
+    config: TrainConfig, inputs: RunInputs, run: RunDir, described: EngineDescription | None, console: Console
 ) -> Start:
     """Find the model and check the tasks of ``run``; writes nothing. Raises ``ConfigError`` when a resumed run began
     with other tasks or another model."""
-    before = read_start(config)
-    began, task_files = before.get("model"), {}
-    for name in ("tasks", "eval_tasks"):
-        if (path := getattr(config, name)) is not None and parts.environment is None:
-            task_files[name] = await run_in_thread(digest, path)
-            if (before.get("task_files") or task_files).get(name) != task_files[name]:
-                flag, fix = f"--{name.replace('_', '-')}", "resume it with the original file, or begin a new run"
-                raise ConfigError(f"{flag} {path}: not the tasks that the run in {run.path} began with; {fix}")
-    if parts.environment is not None:
-        task_files["env"] = parts.environment.digest
-        if (before.get("task_files") or task_files).get("env") != task_files["env"]:
-            fix = "resume it with the original environment, or begin a new run"
-            raise ConfigError(f"--env {config.title}: not the tasks that the run in {run.path} began with; {fix}")
-        print_line(parts.environment.summary, to=console)
+    recorded_start = read_start(config)
+    began, digests = recorded_start.get("model"), dict[str, str]()
+    sources: dict[str, Any] = {"env": config.title} if inputs.environment is not None else {}
+    sources = sources or {name: getattr(config, name) for name in ("tasks", "eval_tasks")}
+    for name, source in sources.items():
+        if source is not None:
+            environment = inputs.environment
+            digests[name] = environment.digest if environment else await run_in_thread(digest, source)
+            if (recorded_start.get("task_files") or digests).get(name) != digests[name]:
+                fix = "resume it with the original ones, or begin a new run"
+                why = f"not the tasks that the run in {run.path} began with"
+                raise ConfigError(f"{flag(name)} {source}: {why}; {fix}")
+    if inputs.environment is not None:
+        print_line(inputs.environment.summary, to=console)
     if config.model_path is not None and (began is None or "model_path" in run.changed):
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
         if began not in (None, str(model)):
@@ -157,28 +157,28 @@ async def find_start(
         if not (model / "config.json").is_file():
             raise ConfigError(f"the run in {run.path} began with the model at {began}, which no longer exists")
     else:
-        model = unnamed_model(config, parts.agent, described)
+        model = unnamed_model(config, inputs.agent, described)
     model_files = await run_in_thread(model_digests, model)
-    recorded = before.get("model_files") or model_files
-    if other := sorted(name for name in {*recorded, *model_files} if recorded.get(name) != model_files.get(name)):
-        why = f"{', '.join(other)}: not as in the model that the run in {run.path} began with"
+    recorded = recorded_start.get("model_files") or model_files
+    if changed := sorted(name for name in {*recorded, *model_files} if recorded.get(name) != model_files.get(name)):
+        why = f"{', '.join(changed)}: not as in the model that the run in {run.path} began with"
         raise ConfigError(f"{model}: {why}; resume it with the original model, or begin a new run")
-    if parts.held_out and not config.resume and parts.environment is None:
+    if inputs.held_out and not config.resume and inputs.environment is None:
         rest = "give --eval-tasks to train on all"
-        print_line(f"{parts.held_out} of the tasks are held out for validations; {rest}", to=console)
-    record = {"model": str(model), "held_out": parts.held_out, "task_files": task_files, "model_files": model_files}
+        print_line(f"{inputs.held_out} of the tasks are held out for validations; {rest}", to=console)
+    record = {"model": str(model), "held_out": inputs.held_out, "task_files": digests, "model_files": model_files}
     return Start(model, record)
 
 
 def unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
     """The model of a run without ``--model-path``: the server's, or the tiny policy for its own task."""
     if described is not None:
-        where = f"the server at {described.base_url} serves {described.model_path!r}"
+        server = f"the server at {described.base_url} serves {described.model_path!r}"
         if described.weight_version != _FIRST_VERSION:
             why = f"with weights of version {described.weight_version!r}, which were pushed to it"
-            raise ConfigError(f"--model-path is needed: {where} {why}; name the model to start from")
+            raise ConfigError(f"--model-path is needed: {server} {why}; name the model to start from")
         if not (Path(described.model_path) / "config.json").is_file():
-            raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
+            raise ConfigError(f"--model-path is needed: {server}, which is not a directory on this machine")
         return Path(described.model_path).resolve()
     if type(getattr(agent, "demonstrations", None)) is LookupDemonstrations:
         return LOOKUP_POLICY.resolve()
@@ -187,37 +187,37 @@ def unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription 
     raise ConfigError(f"--model-path is needed for {config.title}: {why}; {fix}")
 
 
-async def uses_raw_prompts(parts: RunParts, model: Path, *, seed: int) -> bool:
+async def uses_raw_prompts(inputs: RunInputs, model: Path, *, seed: int) -> bool:
     """Whether the agent's prompt of the first task is a text, as a model without chat template needs. Raises
     ``ConfigError`` when it is a list of chat messages."""
-    agent = parts.agent
+    agent = inputs.agent
     if not isinstance(agent, SGLangLitAgent) or agent.template_kwargs.get("chat_template"):
         return False
-    prompt = await _call_with_first_task(agent.build_prompt, parts, seed)
+    prompt = await _call_with_first_task(agent.build_prompt, inputs, seed)
     if prompt is not None and not isinstance(prompt, str):
         raise ConfigError(f"--model-path {model}: {type(agent).__name__} gives chat messages, and {NO_TEMPLATE}")
     return prompt is not None
 
 
-async def check_tools(parts: RunParts, model: Path, tokenizer: Any, *, seed: int) -> str:
+async def check_tools(inputs: RunInputs, model: Path, tokenizer: Any, *, seed: int) -> str:
     """Raise ``ConfigError`` when the agent offers tools for the first task and no parser reads the calls of the model's
     chat template. Returns a warning, or "", for agents behind the gateway, whose tools are unknown."""
-    agent = parts.agent
+    agent = inputs.agent
     if isinstance(agent, SGLangLitAgent):
         kwargs = agent.template_kwargs
         if agent.tool_parser or agent.chat_api or find_format(tokenizer, kwargs):
             return ""
-        if await _call_with_first_task(agent.build_tools, parts, seed):
+        if await _call_with_first_task(agent.build_tools, inputs, seed):
             raise ConfigError(f"--model-path {model}: {type(agent).__name__} offers tools, and {UNREAD_FORMAT}")
         return ""
-    if parts.environment is None or find_format(tokenizer) is not None:
+    if inputs.environment is None or find_format(tokenizer) is not None:
         return ""
     return f"--model-path {model}: a request with tools will be refused, for {UNREAD_FORMAT}"
 
 
-async def _call_with_first_task(make: Callable[[Any], Any], parts: RunParts, seed: int) -> Any:
+async def _call_with_first_task(make: Callable[[Any], Any], inputs: RunInputs, seed: int) -> Any:
     """The result of an agent's method for the first task; ``None`` when there is none or the method fails."""
-    tasks = parts.tasks
+    tasks = inputs.tasks
     try:
         if callable(tasks):
             task = await call_user_code(tasks, random.Random(seed))

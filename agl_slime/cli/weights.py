@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agl_slime.cli.settings import TrainConfig
-from agl_slime.cli.start import WEIGHTS
 from agl_slime.engine.client.client import PauseMode
 from agl_slime.engine.client.weights import DiskWeightSync
+from agl_slime.report.files import RunDir, version_name
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.train.local.settings import WeightsDtype
@@ -50,8 +50,8 @@ class WeightPublisher:
         await self.sync.push(str(target), version)
         self._version = int(version)
         # includes checkpoints from before a restart
-        others = sorted(path for path in self.directory.glob("v*") if path.is_dir() and path != target)
-        for path in others[:-1]:
+        earlier = sorted(path for path in self.directory.glob("v*") if path.is_dir() and path != target)
+        for path in earlier[:-1]:
             if path != self._in_use:
                 await run_in_thread(shutil.rmtree, path, ignore_errors=True)
         return version
@@ -65,13 +65,8 @@ class WeightPublisher:
             self._in_use = None
 
 
-def version_name(version: str) -> str:
-    """The name of a directory with the weights of ``version``."""
-    return f"v{int(version):06d}"
-
-
 @contextmanager
-def weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
+def weights_directory(config: TrainConfig, model_path: Path, run: RunDir) -> Iterator[Path]:
     """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
     at a URL may have another /dev/shm, in a container), else the run's directory."""
 
@@ -81,4 +76,4 @@ def weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> I
         with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
             yield directory
     else:
-        yield run_dir / WEIGHTS
+        yield run.weights

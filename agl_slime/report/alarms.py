@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -26,25 +26,13 @@ TOOL_FAILED_SHARE = 0.9  # of the calls of a tool in an iteration
 UNCALLED_ROLLOUTS = 32  # rollouts with a tool on offer and no call of it
 JUMP = 10.0  # times the median of earlier values
 STALL, STALL_S = 5.0, 10.0  # times that median, and at least this many seconds more
-MIN_KL, MIN_LOGPROB_DIFF = 0.05, 1e-3  # nats; smaller jumps are ignored
+MIN_KL = 0.05  # nats; smaller rises are ignored
 # Nats between engine and trainer in any iteration: a bfloat16 engine has a mean below 0.05, and at 10 a token counts
 # 22,000 times.
 MAX_MEAN_DIFF, MAX_DIFF = 0.1, 10.0
 BIAS = 0.2  # of the mean length
-_SQLITE_ERRORS = frozenset(("OperationalError", "DatabaseOperationError"))  # of sqlite3, and of CrewAI
-_SQLITE_ADVICE = (
-    "a framework with one SQLite file for all of its runs, as CrewAI has, loses concurrent ones: try "
-    "--max-concurrent 1 (docs/any-agent.md, How many at once)"
-)
-# Raised by the clients of OpenAI and Anthropic, LiteLLM, httpx, requests, aiohttp and urllib.
-_CONNECTION_ERRORS = frozenset(
-    ("APIConnectionError", "APITimeoutError", "ConnectError", "ConnectTimeout", "ProxyError")
-)
-_CONNECTION_ERRORS |= {"ConnectionError", "ClientConnectorError", "ClientProxyConnectionError", "URLError"}
-_PROXY_ADVICE = (
-    "where http_proxy is set and agents run elsewhere, their NO_PROXY must name 127.0.0.1 and the gateway's host "
-    "(agl-slime doctor)"
-)
+# Of a framework's one SQLite file for all runs, and of HTTP clients behind a proxy.
+_FRAMEWORK_ERRORS = {"OperationalError", "DatabaseOperationError", "APIConnectionError", "ConnectError", "ProxyError"}
 _Member = tuple[str, str, str]
 """Rollout id, outcome and reason."""
 
@@ -61,9 +49,6 @@ class Alarm:
     about: str = ""
     metric: str = ""
     rollout: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -117,22 +102,6 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
         advice = "easier or harder tasks, more rollouts per prompt (--n-samples-per-prompt), a reward with more steps,"
         advice += " or --drop-zero-variance, which replaces such groups"
         yield _alarm("zero variance", first, text, advice, metric="rollout/groups_zero_variance")
-
-
-def stalls(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """A phase that took far longer than before."""
-    for phase in ("collect", "train", "sync"):
-        name = f"perf/{phase}_s"
-        for step, value, before in _jumps(steps, name, STALL):
-            if value - before > STALL_S:
-                text = f"{phase} took {value:.0f} s where {before:.1f} s was usual"
-                advice = "other load of this machine at that time, and the engine's log"
-                if phase == "collect":
-                    advice = (
-                        "the timelines of this step's rollouts: a tool or judge that hangs, one rollout that is far"
-                    )
-                    advice += " longer (--rollout-timeout, --group-timeout), or an engine that was restarted"
-                yield _alarm("stall", step, text, advice, metric=name)
 
 
 def abort_storms(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -215,14 +184,44 @@ def alike(steps: Sequence[_Step], *, best: float | None = None) -> Iterator[Alar
             yield _alarm("answers alike", step, text, advice, rollout=str((same[0].get("rollouts") or [""])[0]))
 
 
-def kl_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """The policy moved much further in one iteration than before."""
-    for name in ("train/kl", "train/reference_kl"):
-        for step, value, before in _jumps(steps, name, JUMP):
-            if value > MIN_KL:
-                text = f"{name} is {value:.3g} where {before:.2g} was usual"
-                advice = "a lower --local.lr, fewer --local.epochs, a smaller --local.grad-clip"
-                yield _alarm("KL jump", step, text, advice, metric=name)
+@dataclass(frozen=True)
+class _Jump:
+    """A ``metric`` that must not exceed ``factor`` times the median of earlier values by ``rise``. ``text`` formats the
+    value and the median."""
+
+    kind: str
+    metric: str
+    factor: float
+    rise: float
+    text: str
+    advice: str
+
+
+_SLOW = "took {:.0f} s where {:.1f} s was usual"
+_LOAD = "other load of this machine at that time, and the engine's log"
+_HANGS = "the timelines of this step's rollouts: a tool or judge that hangs, one rollout that is far longer"
+_HANGS += " (--rollout-timeout, --group-timeout), or an engine that was restarted"
+_SMALLER_STEPS = "a lower --local.lr, fewer --local.epochs, a smaller --local.grad-clip"
+_JUMPS = (
+    _Jump("stall", "perf/collect_s", STALL, STALL_S, f"collect {_SLOW}", _HANGS),
+    _Jump("stall", "perf/train_s", STALL, STALL_S, f"train {_SLOW}", _LOAD),
+    _Jump("stall", "perf/sync_s", STALL, STALL_S, f"sync {_SLOW}", _LOAD),
+    _Jump("KL jump", "train/kl", JUMP, MIN_KL, "train/kl is {:.3g} where {:.2g} was usual", _SMALLER_STEPS),
+    _Jump("KL jump", "train/reference_kl", JUMP, MIN_KL, "train/reference_kl is {:.3g}, usual {:.2g}", _SMALLER_STEPS),
+)
+
+
+def jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """A metric is far above its usual values."""
+    for jump in _JUMPS:
+        values: list[float] = []
+        for step in steps:
+            if (value := number(step.metrics, jump.metric)) is None:
+                continue
+            usual = median(values[-2 * HISTORY :]) if len(values) >= HISTORY else math.inf
+            if value > jump.factor * usual and value > usual + jump.rise:
+                yield _alarm(jump.kind, step, jump.text.format(value, usual), jump.advice, metric=jump.metric)
+            values.append(value)
 
 
 def wrong_logprobs(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -250,21 +249,8 @@ def equal_rewards(steps: Sequence[_Step]) -> Iterator[Alarm]:
         text = (
             f"every reward of the first {len(judged)} iterations is {rewards.pop():g}: there is nothing to learn from"
         )
-        advice = (
-            "agl-slime try shows one task with its reward; easier tasks, a reward with more steps, or a better model"
-        )
+        advice = "agl-slime try shows one task with its reward; easier tasks, finer rewards, or a better model"
         yield _alarm("equal rewards", judged[0], text, advice, metric=m.REWARD_MEAN)
-
-
-def logprob_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """Engine and trainer disagree about the same tokens far more than before."""
-    name = m.LOGPROB_DIFF_MAX
-    for step, value, before in _jumps(steps, name, JUMP):
-        if value > MIN_LOGPROB_DIFF:
-            text = f"engine and trainer differ by {value:.2g} nats at a token where {before:.2g} was usual"
-            advice = "colour the tokens of a rollout by the difference: all tokens suggest a lost weight update or"
-            advice += " another temperature, some tokens a template or kernels that differ"
-            yield _alarm("log-prob jump", step, text, advice, metric=name)
 
 
 def mismatches(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -300,30 +286,12 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
         if share > FAILED_SHARE:
             reasons = Counter(reason for _, outcome, reason in step.members if _failed(("", outcome, reason)))
             main = reasons.most_common(1)[0][0]
-            example = next(one for one, outcome, reason in step.members if reason == main and outcome == "failed")
+            example = next(name for name, outcome, reason in step.members if reason == main and outcome == "failed")
             text = f"{share:.0%} of the rollouts failed ({_reasons(step, _failed)})"
             advice = f"open a rollout that failed with {main}: its message says where"
-            if main in _SQLITE_ERRORS:
-                advice += f"; {_SQLITE_ADVICE}"
-            if main in _CONNECTION_ERRORS:
-                advice += f"; {_PROXY_ADVICE}"
+            if main in _FRAMEWORK_ERRORS:
+                advice += "; docs/any-agent.md has the limits of frameworks, agl-slime doctor the proxies"
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
-
-
-def failed_validations(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """A validation with many failed rollouts, which its mean leaves out."""
-    for step in steps:
-        for count_name, failed_name in ((m.VAL_START_COUNT, m.VAL_START_FAILED), (m.VAL_COUNT, m.VAL_FAILED)):
-            count, failed = (number(step.metrics, name) or 0 for name in (count_name, failed_name))
-            if failed > FAILED_SHARE * count:
-                prefix = f"{failed_name}/"
-                counts = {name: number(step.metrics, name) or 0 for name in step.metrics if name.startswith(prefix)}
-                reasons = ", ".join(f"{name[len(prefix) :]} {n:.0f}" for name, n in Counter(counts).most_common(3))
-                text = f"{failed:.0f} of {count:.0f} validation rollouts failed ({reasons}); the mean leaves them out"
-                advice = "the run's warning, which has the first message of each reason; validations with different"
-                advice += " shares of failures cannot be compared"
-                yield _alarm("validation failures", step, text, advice, metric=failed_name)
-                return
 
 
 def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -332,8 +300,8 @@ def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
         counts = {status: number(step.metrics, f"gateway/refused/{status}") or 0 for status in (400, 413)}
         if n := sum(counts.values()):
             rollouts = number(step.metrics, "gateway/refused/rollouts") or 0
-            where = f"{rollouts:.0f} rollouts" if rollouts else "rollouts"
-            text = f"{n:.0f} requests of agents were refused (400 or 413), in {where} that were trained all the same"
+            count = f"{rollouts:.0f} rollouts" if rollouts else "rollouts"
+            text = f"{n:.0f} requests of agents were refused (400 or 413), in {count} that were trained all the same"
             advice = "the runner's log, which has the first refusal of each kind; docs/any-agent.md lists supported"
             yield _alarm("refused requests", step, text, f"{advice} requests")
 
@@ -348,9 +316,8 @@ def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
             yield _alarm("tools left out", step, text, f"{advice}; docs/any-agent.md lists supported requests")
 
 
-_CHECKS = (equal_rewards, wrong_logprobs, zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools)
-_CHECKS += (alike, kl_jumps, logprob_jumps, mismatches, length_bias, failures, failed_validations, refusals)
-_CHECKS += (tools_left_out,)
+_CHECKS = (equal_rewards, wrong_logprobs, zero_variance, jumps, abort_storms, truncation, silent_tools, broken_tools)
+_CHECKS += (alike, mismatches, length_bias, failures, refusals, tools_left_out)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:
@@ -365,7 +332,7 @@ def _steps(metrics: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, A
         step = steps.setdefault(group["iteration"], _Step(group["iteration"]))
         step.groups.append(group)
         columns = (group.get(name) or () for name in ("rollouts", "outcomes", "reasons"))
-        step.members += [(str(one), str(outcome), str(reason)) for one, outcome, reason in zip(*columns, strict=False)]
+        step.members += [(str(name), str(outcome), str(why)) for name, outcome, why in zip(*columns, strict=False)]
     return [steps[iteration] for iteration in sorted(steps)]
 
 
@@ -401,16 +368,3 @@ def _runs(steps: Sequence[_Step], condition: Callable[[_Step], bool]) -> Iterato
         if len(row) >= CONSECUTIVE:
             yield row[0], f"for {len(row)} iterations"
         row = []
-
-
-def _jumps(steps: Sequence[_Step], name: str, factor: float) -> Iterator[tuple[_Step, float, float]]:
-    """Steps where a metric exceeds ``factor`` times the median of the last ``2 * HISTORY`` values: step, value,
-    median."""
-    before: list[float] = []
-    for step in steps:
-        if (value := number(step.metrics, name)) is None:
-            continue
-        usual = median(before[-2 * HISTORY :]) if len(before) >= HISTORY else None
-        if usual is not None and value > factor * usual:
-            yield step, value, usual
-        before.append(value)

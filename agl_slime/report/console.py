@@ -139,8 +139,8 @@ class ProgressReporter:
             rollouts = usual if phase.rollouts is None else phase.rollouts
             doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
         if phase and self._trained:
-            left = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
-            doing.append(f" {self._trained:.0%}, {format_seconds(max(left, 0.0))} left")
+            seconds = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
+            doing.append(f" {self._trained:.0%}, {format_seconds(max(seconds, 0.0))} left")
         spent = format_seconds(max(time.monotonic() - self._run.at, 0.0))
         if (run_left := self._left(iteration - 1)) is not None:
             spent += f", {format_seconds(run_left)} left"
@@ -207,7 +207,7 @@ def iteration_line(
     trainer, engine, busy = (number(event.metrics, key) for key in keys)
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
-    parts = (
+    texts = (
         f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
         f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.format(2)})"),
         "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
@@ -219,7 +219,7 @@ def iteration_line(
         "" if busy is None else f"CPU {busy:.0%}",
         format_version(event.metrics.get(m.WEIGHTS_VERSION)),
     )
-    return "  ".join(part for part in parts if part)
+    return "  ".join(text for text in texts if text)
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:

@@ -70,9 +70,8 @@ def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{os.fspath(path)} {error}") from None
     if damaged:
         first, n = damaged[0], len(damaged)
-        logger.warning(
-            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.error
-        )
+        text = "%d damaged lines of %s are left out; line %d %s."
+        logger.warning(text, n, os.fspath(path), first.number, first.error)
 
 
 def size_of(iteration: int, lines: Sequence[Mapping[str, Any]]) -> int:
@@ -177,6 +176,8 @@ class RunDir:
         """The newest weights as a Hugging Face directory."""
         self.best_model = path / "model-best"
         """The weights of the best validation, with ``--keep-best``."""
+        self.weights = path / "weights"
+        """Checkpoints that the engine loads, each in a directory named by ``version_name``."""
         reports = (self.metrics, self.summary, self.tensorboard, self.trained, self.start, self.groups)
         reports += (self.rollouts, self.alive, self.trackers, self.controller_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
@@ -199,6 +200,11 @@ class RunDir:
     def settings(self) -> dict[str, Any] | None:
         """The content of ``config.json``; ``None`` without a file or a JSON object."""
         return read_object(self.config)
+
+
+def version_name(version: str) -> str:
+    """The name of a directory with the weights of ``version``."""
+    return f"v{int(version):06d}"
 
 
 @dataclass
@@ -243,7 +249,7 @@ def check_run_dir(
     reports, checkpoints and ledger are removed, and no other file. ``fixed`` settings may not change on a resume.
     Passwords and API keys, by the setting's name or in an address, are not written.
     """
-    wanted = json.loads(dump(settings), object_hook=_redact)
+    current = json.loads(dump(settings), object_hook=_redact)
     run = RunDir(Path(path))
     _refuse_file(run.path)
     fix = "choose another --output-dir, or replace what is there with --overwrite"
@@ -251,30 +257,28 @@ def check_run_dir(
         previous = run.settings()
         if previous is None and not overwrite:
             raise ConfigError(f"{run.config} is not a JSON object; {fix}")
-        changed = _differences(previous or {}, wanted)
+        changed = _differences(previous or {}, current)
         if (changed or run.has_begun) and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             which = f"a run with other settings ({some})" if changed else "this run already"
             fix = "continue it with --resume, replace it with --overwrite, or choose another --output-dir"
             raise ConfigError(f"output directory {run.path} holds {which}: {fix}")
         if resume and (must := next((name for name in changed if name in fixed), None)):
-            before, now = (previous or {}).get(must), wanted.get(must)
-            raise ConfigError(f"the run in {run.path} began with {must} {before!r}, not {now!r}: resume it with that")
+            recorded, now = (previous or {}).get(must), current.get(must)
+            raise ConfigError(f"the run in {run.path} began with {must} {recorded!r}, not {now!r}: resume it with that")
         run.changed = changed if resume else ()
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
         why = f"holds {foreign[0]} but no {run.config.name}, so it may not be a run's"
         raise ConfigError(f"output directory {run.path} {why}; {fix}")
-    return PendingRun(run, wanted, replaces=not resume)
+    return PendingRun(run, current, replaces=not resume)
 
 
-def open_run_dir(
-    path: str | os.PathLike[str] | None, *, agent: str, settings: Any, root: str | os.PathLike[str] = "runs", **how: Any
-) -> RunDir:
-    """The directory of a run that begins now, with its ``config.json``; further arguments go to ``check_run_dir``.
+def open_run_dir(path: Path | None, *, agent: str, settings: Any, root: Path | str = "runs", **options: Any) -> RunDir:
+    """The directory of a run that begins now, with its ``config.json``; ``options`` go to ``check_run_dir``.
     ``path=None`` makes a new ``<root>/<time>-<agent>``."""
-    pending = check_run_dir(new_run_dir(agent, root) if path is None else path, settings=settings, **how)
+    pending = check_run_dir(new_run_dir(agent, root) if path is None else path, settings=settings, **options)
     pending.begin()
     return pending.run
 
@@ -283,24 +287,22 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
     """The names of settings that differ, nested ones with dots, in alphabetical order."""
     names: list[str] = []
     for key in sorted({*old, *new} - (_START_SETTINGS if not prefix else frozenset())):
-        left, right = old.get(key), new.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            names += _differences(left, right, f"{prefix}{key}.")
-        elif left != right:
+        old_value, new_value = old.get(key), new.get(key)
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            names += _differences(old_value, new_value, f"{prefix}{key}.")
+        elif old_value != new_value:
             names.append(f"{prefix}{key}")
     return tuple(names)
 
 
 def _redact(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: "(not written)" if value and _SECRET.search(key) else _without_passwords(value)
-        for key, value in settings.items()
-    }
+    secrets = {key for key, value in settings.items() if value and _SECRET.search(key)}
+    return {k: "(not written)" if k in secrets else _without_passwords(value) for k, value in settings.items()}
 
 
 def _without_passwords(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_passwords(one) for one in value]
+        return [_without_passwords(item) for item in value]
     return shown_url(value) if isinstance(value, str) and "://" in value else value
 
 
@@ -308,7 +310,7 @@ def make_directories(path: Path) -> list[Path]:
     """Make the directory of a run if it is missing; returns the directories made, innermost first."""
     _refuse_file(path)
     try:
-        missing = [one for one in (path, *path.parents) if not one.exists()]
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(path, "made", error) from error
@@ -322,7 +324,7 @@ def _refuse_file(path: Path) -> None:
         raise ConfigError(f"output directory {path} is a file; choose another path")
 
 
-def new_run_dir(agent: str, root: str | os.PathLike[str] = "runs") -> Path:
+def new_run_dir(agent: str, root: Path | str = "runs") -> Path:
     """Make an empty directory named by the time and the agent."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"

@@ -75,10 +75,10 @@ class MetricsWriter:
     def handle(self, event: Event) -> None:
         if not isinstance(event, IterationFinished):
             return
-        given = {key: value for key, value in event.metrics.items() if key != "iteration"}
-        record = {**dict.fromkeys(REQUIRED_KEYS), **jsonable(given)}
+        metrics = {key: value for key, value in event.metrics.items() if key != "iteration"}
+        record = {**dict.fromkeys(REQUIRED_KEYS), **jsonable(metrics)}
         self._file.append(event.iteration, [record])
-        for key, value in given.items():
+        for key, value in metrics.items():
             if record[key] is None and value is not None:
                 kind = "NaN" if value != value else "infinite"
                 text = f"{key} is {kind} in iteration {event.iteration}; metrics.jsonl has null there."

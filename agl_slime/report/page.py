@@ -11,6 +11,7 @@ import hashlib
 import html
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -62,20 +63,20 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
     ``follow`` adds updates."""
     template, styles, code = assets()
     data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
-    parts = {
+    fields = {
         "policy": policy(live=live),
         "title": html.escape(title.encode(errors="replace").decode()),
         "styles": styles,
         "data": data,
     }
-    parts |= {"code": code, "follow": '<meta name="follow">' if follow else ""}
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    fields |= {"code": code, "follow": '<meta name="follow">' if follow else ""}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
 
 
 def run_data(reader: RunReader) -> dict[str, Any] | None:
     """The news of a run (``RunReader.update``) with all its alarms."""
     if (news := reader.update()) is not None:
-        news["alarms"] = [alarm.as_dict() for alarm in find_alarms(reader.metrics, reader.groups)]
+        news["alarms"] = [asdict(alarm) for alarm in find_alarms(reader.metrics, reader.groups)]
     return news
 
 
@@ -110,7 +111,7 @@ def _thin(readers: Sequence[RunReader], runs: list[dict[str, Any]], most: int) -
                 return "" if table == "groups" and stride == 2 else _THINNED
             for reader, run in zip(readers, runs, strict=True):
                 rows = [row for row in getattr(reader, table) if row["iteration"] % stride == 0]
-                run |= group_columns(rows, reader.kept) if table == "groups" else {"metrics": columns(rows)}
+                run |= group_columns(rows, reader.kept_rollouts) if table == "groups" else {"metrics": columns(rows)}
             if not any(row["iteration"] % stride == 0 for reader in readers for row in getattr(reader, table)):
                 break
     return _THINNED
@@ -119,9 +120,9 @@ def _thin(readers: Sequence[RunReader], runs: list[dict[str, Any]], most: int) -
 def _choose(reader: RunReader, budget: int) -> tuple[dict[str, str], str]:
     """Kept rollouts that fit into ``budget`` bytes, spread over all iterations, and a sentence about the rest."""
     by_iteration: dict[int, list[str]] = {}
-    for rollout_id, (iteration, _, _) in reader.kept.items():
+    for rollout_id, (iteration, _, _) in reader.kept_rollouts.items():
         by_iteration.setdefault(iteration, []).append(rollout_id)
-    total = sum(size for _, _, size in reader.kept.values())
+    total = sum(size for _, _, size in reader.kept_rollouts.values())
     order, stride = list(by_iteration), 1
     while total / stride > budget and stride < len(order):
         stride *= 2
@@ -137,12 +138,12 @@ def _choose(reader: RunReader, budget: int) -> tuple[dict[str, str], str]:
                 chosen[rollout_id] = text
         if budget < 20_000:
             break
-    missing = len(reader.kept) - len(chosen)
+    missing = len(reader.kept_rollouts) - len(chosen)
     if not missing:
         return chosen, ""
     why = f"to keep it under {MOST_BYTES / 1e6:g} MB"
     return chosen, (
-        f"{missing} of {len(reader.kept)} kept rollouts are left out of this file {why}; "
+        f"{missing} of {len(reader.kept_rollouts)} kept rollouts are left out of this file {why}; "
         "`agl-slime view` shows them all, and rollouts.jsonl has them."
     )
 

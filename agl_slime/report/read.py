@@ -85,7 +85,7 @@ class RunReader:
         self.run = RunDir(self.path) if self._converted is None else self._converted.run
         self.metrics: list[dict[str, Any]] = []
         self.groups: list[dict[str, Any]] = []
-        self.kept: dict[str, tuple[int, int, int]] = {}
+        self.kept_rollouts: dict[str, tuple[int, int, int]] = {}
         """Kept rollouts by id: iteration, and offset and length of the line in ``rollouts.jsonl``."""
         self._tails = {name: Tail(getattr(self.run, name)) for name in ("metrics", "groups", "rollouts")}
         self._last_status: Any = None
@@ -103,20 +103,20 @@ class RunReader:
         reset = self._last_status is None or replaced
         if replaced:  # a resumed run has replaced iterations
             self._tails = {name: Tail(tail.path) for name, tail in self._tails.items()}
-            self.metrics, self.groups, self.kept = [], [], {}
+            self.metrics, self.groups, self.kept_rollouts = [], [], {}
             read = {name: tail.read() for name, tail in self._tails.items()}
         metrics, groups = ([line.record for line in read[name]] for name in ("metrics", "groups"))
-        kept = {
+        kept_lines = {
             str(line.record.get("rollout_id")): (line.record["iteration"], line.offset, line.size)
             for line in read["rollouts"]
         }
         self.metrics += metrics
         self.groups += groups
-        self.kept |= kept
+        self.kept_rollouts |= kept_lines
         state, damage = read_state(self.run), self.damage()
         absent = [] if self._converted is None else self._converted.absent()
         status = (state, damage, absent, self.run.summary.exists())
-        if not reset and status == self._last_status and not (metrics or groups or kept):
+        if not reset and status == self._last_status and not (metrics or groups or kept_lines):
             return None
         self._last_status = status
         return {
@@ -127,8 +127,8 @@ class RunReader:
             "absent": absent,
             "config": self.run.settings() or {},
             "metrics": columns(metrics),
-            **group_columns(groups, kept),
-            "kept": list(kept),
+            **group_columns(groups, kept_lines),
+            "kept": list(kept_lines),
         }
 
     def damage(self) -> list[str]:
@@ -149,7 +149,7 @@ class RunReader:
         return sentences
 
     def rollout(self, rollout_id: str) -> bytes | None:
-        if (place := self.kept.get(rollout_id)) is None or not self.run.rollouts.is_file():
+        if (place := self.kept_rollouts.get(rollout_id)) is None or not self.run.rollouts.is_file():
             return None
         with self.run.rollouts.open("rb") as file:
             file.seek(place[1])
@@ -183,7 +183,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"iteration": [row["iteration"] for row in rows], "columns": values}
 
 
-def group_columns(groups: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[str, Any]:
+def group_columns(groups: Sequence[Mapping[str, Any]], kept_rollouts: Iterable[str]) -> dict[str, Any]:
     """``groups`` and ``members`` as columns; repeated texts are indices into ``words``. A group owns the next ``size``
     members."""
     words: dict[Any, int] = {}
@@ -193,7 +193,7 @@ def group_columns(groups: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> d
     def word(text: Any) -> int:
         return words.setdefault(None if text is None else str(text), len(words))
 
-    kept_ids = set(kept)
+    kept_ids = set(kept_rollouts)
     for group in groups:
         ids = group.get("rollouts")
         if not isinstance(ids, list):
@@ -207,7 +207,7 @@ def group_columns(groups: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> d
             values = group.get(name)
             values = values if isinstance(values, list) and len(values) == len(ids) else [None] * len(ids)
             members[short] += map(word, values) if short in ("outcome", "why") else map(_short, values)
-        members["kept"] += [int(one in kept_ids) for one in ids]
+        members["kept"] += [int(rollout_id in kept_ids) for rollout_id in ids]
     return {"groups": table, "members": members, "words": list(words)}
 
 

@@ -79,7 +79,7 @@ def parse(text: bytes) -> Any:
     if text.count(b"[") + text.count(b"{") > _MAX_DEPTH:
         level = [value]
         for _ in range(_MAX_DEPTH):
-            level = [one for each in level for one in _parts(each)]
+            level = [inner for each in level for inner in _parts(each)]
         if level:
             raise ValueError("is nested too deep")
     return value
@@ -130,15 +130,15 @@ def read_lines(path: Path, *, offset: int = 0, number: int = 0, strict: bool = F
 def broken_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines whose ``crc`` is not the checksum of all bytes up to it. Each line is checked from the ``crc`` of the
     line before, so that one damaged line is one finding."""
-    before = 0
+    crc = 0
     for number, raw in enumerate(read_regular(path).splitlines(keepends=True), 1):
         if (match := _CHECKED.fullmatch(raw)) is None:
             if raw.endswith(b"\n"):
                 yield number, "carries no checksum"
             continue
-        if zlib.crc32(match[1], before) != int(match[2]) or not raw.endswith(b"\n"):
+        if zlib.crc32(match[1], crc) != int(match[2]) or not raw.endswith(b"\n"):
             yield number, "is not as it was written, or a line before it is missing"
-        before = int(match[2])
+        crc = int(match[2])
 
 
 def changed_files(directory: Path) -> Iterator[tuple[str, str]]:
@@ -185,10 +185,10 @@ def _snapshot(path: Path) -> Iterator[str]:
         for name in "abcdefgh":
             copy = Path(scratch, name)
             try:
-                before = _written(path, log)
+                state = _state_of(path, log)
                 shutil.copyfile(path, copy)
                 shutil.copyfile(log, f"{copy}-wal")
-                if _written(path, log) == before:
+                if _state_of(path, log) == state:
                     address = copy.as_uri()
                     break
             except OSError as error:
@@ -200,8 +200,8 @@ def _snapshot(path: Path) -> Iterator[str]:
         yield address
 
 
-def _written(path: Path, log: Path) -> tuple[int, int, bytes]:
-    """What changes when the log is copied into the database and begins anew."""
+def _state_of(path: Path, log: Path) -> tuple[int, int, bytes]:
+    """Changes when SQLite copies the log into the database and starts a new log."""
     with log.open("rb") as file:
         return path.stat().st_mtime_ns, path.stat().st_size, file.read(32)
 
@@ -224,13 +224,13 @@ def misfit(value: Any, shape: Any, name: str = "", *, strict: bool = False) -> s
     elif len(shape) > 1:
         if len(value) != len(shape):
             return f"has {len(value)} entries in {name}"
-        pairs = ((one, inner, name) for one, inner in zip(value, shape, strict=True))
+        pairs = ((item, inner, name) for item, inner in zip(value, shape, strict=True))
     elif isinstance(shape[0], type | tuple):  # long lists: all types at once
         return "" if {*map(type, value)} <= {*_kinds(shape[0])} else f"has a wrong type in {name}"
     else:
-        pairs = ((one, shape[0], name) for one in value)
-    for one, inner, key in pairs:
-        if type(one) is not inner and (error := misfit(one, inner, key, strict=strict)):
+        pairs = ((item, shape[0], name) for item in value)
+    for item, inner, key in pairs:
+        if type(item) is not inner and (error := misfit(item, inner, key, strict=strict)):
             return error
     return ""
 

@@ -94,7 +94,7 @@ class Reporters:
                     self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: BaseException) -> None:
-        self._reporters = tuple(other for other in self._reporters if other is not reporter)
+        self._reporters = tuple(each for each in self._reporters if each is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run continues without it."
         logger.debug("%s failed", name, exc_info=error)

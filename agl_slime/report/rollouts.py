@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -115,15 +115,16 @@ class RolloutWriter:
     def _written_until(self, iteration: int) -> set[str]:
         """The rollouts whose groups were written before the restart."""
         lines = iter_jsonl(self._groups_file.path) if self._groups_file.path.exists() else ()
-        return {one for line in lines if line["iteration"] <= iteration for one in line.get("rollouts") or ()}
+        earlier = (line.get("rollouts") or () for line in lines if line["iteration"] <= iteration)
+        return {rollout_id for ids in earlier for rollout_id in ids}
 
     def _warn_of_alarms(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self._best = max([self._best, *map(_best, lines)])
         for alarm in find_step_alarms(lines, best=self._best):
             self._warn(f"{alarm.text}; try {alarm.advice}", f"{alarm.kind}:{alarm.about}")
 
-    def _collected(self, iteration: int, groups: Sequence[Any], **more: Any) -> list[dict[str, Any]]:
-        lines = [{**describe_group(group, collected=iteration), **more} for group in groups]
+    def _collected(self, iteration: int, groups: Sequence[Any], **fields: Any) -> list[dict[str, Any]]:
+        lines = [{**describe_group(group, collected=iteration), **fields} for group in groups]
         members = {member.rollout_id: member for group in groups for member in group.members}
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
@@ -133,7 +134,7 @@ class RolloutWriter:
             labels = choose_rollouts(rewards, iteration=iteration, seed=self._seed)
         for result, line in zip(groups, lines, strict=True):
             ids = _ids(result)
-            group = _Group(dict(line), {one: (members[one], labels[one]) for one in ids if one in labels})
+            group = _Group(dict(line), {name: (members[name], labels[name]) for name in ids if name in labels})
             self._pending[result.group_id] = group
             self._group_of.update(dict.fromkeys(ids, group))
         return lines
@@ -152,12 +153,12 @@ class RolloutWriter:
         return not group.line["ready"] or bool(group.trained) or overdue
 
     def _write(self, iteration: int, groups: Sequence[_Group]) -> None:
-        kept: dict[str, dict[str, Any]] = {}
+        kept_lines: dict[str, dict[str, Any]] = {}
         for group in groups:
             line = group.line
             del self._pending[line["group_id"]]
             outcomes = dict(zip(line["rollouts"], line["outcomes"], strict=True))
-            outcomes |= {one: "trained" for one in outcomes if one in group.trained}
+            outcomes |= dict.fromkeys(outcomes.keys() & group.trained, "trained")
             line["outcomes"] = list(outcomes.values())
             for rollout_id in outcomes:
                 self._group_of.pop(rollout_id, None)
@@ -166,13 +167,14 @@ class RolloutWriter:
                 trace = self._environment / f"{rollout_id}.json"
                 if trace.is_file():
                     head["trace"] = f"{self._environment.name}/{trace.name}"
-                kept[rollout_id] = jsonable({**head, **self._describe(member, group)})
-        if kept and self._keep == "sampled" and not self._budget.take(size_of(iteration, list(kept.values()))):
-            kept = {}
+                kept_lines[rollout_id] = jsonable({**head, **self._describe(member, group)})
+        records = list(kept_lines.values())
+        if records and self._keep == "sampled" and not self._budget.take(size_of(iteration, records)):
+            kept_lines, records = {}, []
         # rollouts first: after a kill between the two no group refers to a missing rollout
-        if kept:
-            self._file.append(iteration, list(kept.values()))
-        lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
+        if records:
+            self._file.append(iteration, records)
+        lines = [{**group.line, "kept": [name for name in group.members if name in kept_lines]} for group in groups]
         self._groups_file.append(iteration, lines)
 
     def _describe(self, member: Any, group: _Group) -> dict[str, Any]:
@@ -267,8 +269,8 @@ def digest_sample(sample: Sample) -> list[Any]:
     for version, start, end in (sample.metadata or {}).get("weight_spans") or ():
         versions[str(version)] += int(mask[start:end].sum())
     log_probs = np.asarray(sample.rollout_log_probs or (), dtype="<f4")
-    parts = np.asarray(sample.tokens, dtype="<i4"), mask, log_probs[mask] if len(log_probs) else log_probs
-    digest = hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=8).hexdigest()
+    columns = np.asarray(sample.tokens, dtype="<i4"), mask, log_probs[mask] if len(log_probs) else log_probs
+    digest = hashlib.blake2b(b"".join(column.tobytes() for column in columns), digest_size=8).hexdigest()
     return [digest, int(mask.sum()), {version: n for version, n in versions.items() if n}]
 
 
@@ -313,9 +315,9 @@ def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
     malformed = sum(int(record.get("malformed", 0)) for record in records)
     failed = sum((Counter(record.get("failed", {})) for record in records), Counter())
     failures = {name: text for record in reversed(records) for name, text in record.get("failures", {}).items()}
-    more = {"failed": dict(failed), "failures": failures} if failed else {}
-    more |= {"example": text} if (text := next((r["example"] for r in records if r.get("example")), "")) else {}
-    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if records else None
+    details = {"failed": dict(failed), "failures": failures} if failed else {}
+    details |= {"example": text} if (text := next((r["example"] for r in records if r.get("example")), "")) else {}
+    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **details} if records else None
 
 
 def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] | None = None) -> dict[str, Any]:
@@ -325,14 +327,14 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
     tokens, length = sample.tokens[:MOST_TOKENS], sample.response_length
     mask = mask_of(sample)
     metadata, start = sample.metadata or {}, len(sample.tokens) - length
-    at = np.flatnonzero(mask)
-    if len(mask) != length or (scores is not None and len(scores[0]) != len(at)):
+    masked = np.flatnonzero(mask)
+    if len(mask) != length or (scores is not None and len(scores[0]) != len(masked)):
         scored = "none" if scores is None else len(scores[0])
         raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens, the trainer {scored}")
-    shown = max(len(tokens) - start, 0)
+    n_shown = max(len(tokens) - start, 0)
     log_probs, advantages = np.full((2, length), np.nan, dtype=np.float32)
     if scores is not None:
-        log_probs[at], advantages[at] = scores
+        log_probs[masked], advantages[masked] = scores
     engine = np.asarray(sample.rollout_log_probs or [np.nan] * length, dtype=np.float32)
     engine = np.where(mask, engine, np.float32(np.nan))
     return {
@@ -343,10 +345,10 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
         "prompt_length": min(start, len(tokens)),
         "tokens": pack(tokens, "<i4"),
         "pieces": pieces(tokens),
-        "trained": _spans(mask[:shown]),
-        "engine_log_probs": pack(engine[:shown]),
-        "trainer_log_probs": pack(log_probs[:shown]),
-        "advantages": pack(advantages[:shown]),
+        "trained": _spans(mask[:n_shown]),
+        "engine_log_probs": pack(engine[:n_shown]),
+        "trainer_log_probs": pack(log_probs[:n_shown]),
+        "advantages": pack(advantages[:n_shown]),
         "weight_versions": metadata.get("weight_spans", []),
         "turn_spans": metadata.get("turn_spans", []),
         "left_out": len(sample.tokens) - len(tokens),
@@ -356,6 +358,30 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
 def pack(values: Any, kind: str = "<f4") -> str:
     """Numbers as base64 of little-endian ``kind``; ``numpy.frombuffer(base64.b64decode(text), kind)`` reads it."""
     return base64.b64encode(np.asarray(values, dtype=kind).tobytes()).decode("ascii")
+
+
+def unpack(text: str, kind: str = "<f4") -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+class TokenColumns(NamedTuple):
+    """The ids of a Sample that ``describe_tokens`` described, the length of its prompt, and of each response token the
+    loss mask and the log-probs of engine and trainer."""
+
+    ids: np.ndarray
+    prompt_length: int
+    mask: np.ndarray
+    engine: np.ndarray
+    trainer: np.ndarray
+
+
+def read_tokens(described: Mapping[str, Any]) -> TokenColumns:
+    ids, start = unpack(described["tokens"], "<i4"), int(described["prompt_length"])
+    mask = np.zeros(len(ids) - start, dtype=bool)
+    for first, end in described["trained"]:
+        mask[first:end] = True
+    log_probs = (unpack(described[f"{side}_log_probs"]) for side in ("engine", "trainer"))
+    return TokenColumns(ids, start, mask, *log_probs)
 
 
 def _spans(mask: np.ndarray) -> list[list[int]]:
@@ -374,8 +400,8 @@ def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed
     if scored:
         chosen[max(scored, key=scored.__getitem__)] = "best"
         chosen.setdefault(min(scored, key=scored.__getitem__), "worst")
-        if others := [rollout_id for rollout_id in scored if rollout_id not in chosen]:
-            chosen[random.Random(f"{seed}:{iteration}").choice(others)] = "random"
+        if unlabelled := [rollout_id for rollout_id in scored if rollout_id not in chosen]:
+            chosen[random.Random(f"{seed}:{iteration}").choice(unlabelled)] = "random"
     chosen.update([(rollout_id, "failed") for rollout_id in rewards if rollout_id not in scored][:1])
     return chosen
 
@@ -421,14 +447,14 @@ class Pieces:
         ids = list(ids)
         if len(self._texts) > _MAX_CACHED:
             self._texts.clear()
-        for one in set(ids).difference(self._texts):
-            self._texts[one] = self._decode([one])
-        alone = [self._texts[one] for one in ids]
+        for token in set(ids).difference(self._texts):
+            self._texts[token] = self._decode([token])
+        alone = [self._texts[token] for token in ids]
         whole = self._decode(ids)
         return alone if "".join(alone) == whole else self._in_context(ids)
 
     def _in_context(self, ids: list[int]) -> list[str]:
-        """One text per id, from what it adds to the text of the tokens just before it."""
+        """One text per id, the end that it adds to the text of the tokens just before it."""
         pieces, start, read = [], 0, 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[start:end])
@@ -445,9 +471,9 @@ def kept_rollouts(run_dir: Path) -> Iterator[Mapping[str, Any]]:
     run = RunDir(run_dir)
     if not run.rollouts.is_file():
         raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")
-    seen = set[Any]()
+    yielded = set[Any]()
     for line in iter_jsonl(run.rollouts):
         name = line.get("rollout_id")
-        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list) and name not in seen:
-            seen |= {name} - {None}
+        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list) and name not in yielded:
+            yielded |= {name} - {None}
             yield line

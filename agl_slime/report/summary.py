@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,9 +74,9 @@ def _largest(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> dict[str
 
 def _validation_figures(name: str, validations: Sequence[Validation]) -> dict[str, Any]:
     """Mean, interval and counts of at most one validation."""
-    one = validations[0] if validations else Validation(None, None, None, None)
-    rewarded = None if one.count is None else (one.rewarded, one.count)
-    return {name: one.mean, f"{name}_interval": one.interval, f"{name}_rewarded": rewarded}
+    validation = validations[0] if validations else Validation(None, None, None, None)
+    rewarded = None if validation.count is None else (validation.rewarded, validation.count)
+    return {name: validation.mean, f"{name}_interval": validation.interval, f"{name}_rewarded": rewarded}
 
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line. Figures that are None are left out."""
     get = summary.get
-    how = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
-    rows = [("run", how), ("iterations", str(get("iterations")))]
+    outcome = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
+    rows = [("run", outcome), ("iterations", str(get("iterations")))]
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
@@ -137,8 +137,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:
         phases = sorted((get("phase_s") or {}).items(), key=lambda item: -item[1])
-        parts = [f"{name} {format_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
-        rows.append(("wall time", "  ".join([format_seconds(summary["wall_s"]), *parts])))
+        phase_texts = [f"{name} {format_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
+        rows.append(("wall time", "  ".join([format_seconds(summary["wall_s"]), *phase_texts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     for alarm in get("alarms") or ():
         rows.append(("alarm", f"iteration {alarm['iteration']}: {alarm['text']}. Advice: {alarm['advice']}"))
@@ -242,10 +242,10 @@ class SummaryReporter:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _enter(self, phase: str, at: float) -> None:
+    def _enter(self, phase: str, time: float) -> None:
         if self._phase_at is not None:
-            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + at - self._phase_at
-        self._phase, self._phase_at = phase, at
+            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + time - self._phase_at
+        self._phase, self._phase_at = phase, time
 
     def _finish(self, event: RunFinished) -> None:
         self._enter("end", event.at)
@@ -268,7 +268,7 @@ class SummaryReporter:
             "wall_s": sum(self._phase_s.values()),
             "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
-            "alarms": [alarm.as_dict() for alarm in alarms],
+            "alarms": [asdict(alarm) for alarm in alarms],
             "files": {**files, "summary": str(self._run.summary)},
             "notes": notes,
             **event.summary,

@@ -84,11 +84,11 @@ class _Viewer:
     async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self._token is None:
             return await handler(request)
-        if given := request.query.get("token"):
-            if not has_token(f"Bearer {given}", self._token):
+        if query_token := request.query.get("token"):
+            if not has_token(f"Bearer {query_token}", self._token):
                 raise web.HTTPForbidden(text="This is not the token.")
             answer = web.HTTPFound("./")
-            answer.set_cookie(_COOKIE, given, httponly=True, samesite="Strict")
+            answer.set_cookie(_COOKIE, query_token, httponly=True, samesite="Strict")
             raise answer
         if not has_token(f"Bearer {request.cookies.get(_COOKIE, '')}", self._token):
             raise web.HTTPForbidden(text=f"A token is needed: add ?token=…, the value of {TOKEN_VARIABLE}.")

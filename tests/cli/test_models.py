@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from agl_slime.cli import smollm2, weights
+from agl_slime.cli import weights
 from agl_slime.cli.models import check_model, find_model
 from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.report.files import RunDir
+from agl_slime.tools.smollm2 import convert as smollm2
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_a_conversion_that_fails_is_not_used(cache: Path, tmp_path: Path, monkey
     monkeypatch.setattr(smollm2, "convert_gguf", fails)
     with pytest.raises(ConfigError, match=r"no space left in .*AGL_SLIME_CACHE"):
         find_model(Path("smollm2"), print)
-    assert smollm2.smollm2_directory() is None
+    assert [path.name for path in cache.iterdir()] == [".lock"]
     monkeypatch.setattr(smollm2, "convert_gguf", lambda source, target: (target / "config.json").write_text("{}"))
     messages: list[str] = []
     made = find_model(Path("smollm2"), messages.append)
@@ -101,7 +103,7 @@ def test_large_weights_go_through_memory_to_an_embedded_engine(
     monkeypatch.setattr(weights, "_LARGE", 100)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     config = train_config(model_path=model, sglang_url=url)
-    with weights.weights_directory(config, model, tmp_path / "run") as directory:
+    with weights.weights_directory(config, model, RunDir(tmp_path / "run")) as directory:
         assert (directory.parent == memory) is in_memory
         assert in_memory or directory == tmp_path / "run" / "weights"
     assert not list(memory.iterdir())

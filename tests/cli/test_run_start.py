@@ -17,9 +17,9 @@ from rich.console import Console
 from agl_slime.cli import local
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.models import check_tokenizer
-from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
 from agl_slime.cli.start import find_start, run_directory, set_aside, split_tasks
+from agl_slime.cli.wiring import RunInputs
 from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir
@@ -34,7 +34,7 @@ def start(described: EngineDescription | None = None, *, held_out: int = 0, **se
     """The model that a run begins with."""
     config = train_config(**settings)
     with run_directory(config) as pending:
-        parts, console = RunParts(tasks=[{}], held_out=held_out), Console(quiet=True)
+        parts, console = RunInputs(tasks=[{}], held_out=held_out), Console(quiet=True)
         begins = asyncio.run(find_start(config, parts, pending.run, described, console))
         pending.begin(begins.record)
         return begins.model

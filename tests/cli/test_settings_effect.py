@@ -25,9 +25,9 @@ from rich.console import Console
 from agl_slime.agent.access import sampling_of
 from agl_slime.cli import local, slime
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.cli.parts import RunParts, environment_of, make_loop, make_reports, model_for_agents
 from agl_slime.cli.settings import TrainConfig, train_config
-from agl_slime.cli.start import find_start, load_parts, run_directory
+from agl_slime.cli.start import find_start, load_inputs, run_directory
+from agl_slime.cli.wiring import RunInputs, environment_of, make_loop, make_reports, model_for_agents
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.gateway.agl1.settings import WorkerCommand
 from agl_slime.report.files import RunDir
@@ -60,7 +60,7 @@ class BegunError(Exception):
 
 def request(config: TrainConfig) -> Any:
     """What an agent's model is asked with."""
-    parts = RunParts(tasks=[{}], agent=HelloAgent())
+    parts = RunInputs(tasks=[{}], agent=HelloAgent())
     with model_for_agents(config, parts, url=URL, model_path=POLICY) as llm:
         params = sampling_of(llm)
         template = {name: llm.sampling_parameters.get(name) for name in ("chat_template_kwargs", "later_systems")}
@@ -69,7 +69,7 @@ def request(config: TrainConfig) -> Any:
 
 def parts(config: TrainConfig) -> Any:
     """The agent and its tasks."""
-    loaded = asyncio.run(load_parts(config))
+    loaded = asyncio.run(load_inputs(config))
     if config.eval_tasks is None and isinstance(loaded.tasks, list):
         assert not [task for task in loaded.tasks if task in (loaded.val_tasks or ())]  # held out
     agent = loaded.agent
@@ -83,7 +83,7 @@ def loop(config: TrainConfig) -> Any:
     try:
         made = make_loop(
             config,
-            RunParts(tasks=[{}], val_tasks=[{}], agent=HelloAgent()),
+            RunInputs(tasks=[{}], val_tasks=[{}], agent=HelloAgent()),
             llm=LLM(endpoint=URL, model="m"),
             data_source=source,
             slime_train_fn=lambda iteration: None,
@@ -100,7 +100,7 @@ def groups(config: TrainConfig) -> Any:
         async with AsyncExitStack() as stack:
             Path("ledger").mkdir(exist_ok=True)
             run = RunDir(Path(tempfile.mkdtemp(dir="ledger")))
-            source = local._open_source(stack, config, RunParts(tasks=[]), run, small_tokenizer(), {}, None)
+            source = local._open_source(stack, config, RunInputs(tasks=[]), run, small_tokenizer(), {}, None)
             listener = Listener(source)
             source.expect("g", size=2)
             rollouts = await enqueue_group(source._store, "g", size=2)
@@ -117,7 +117,7 @@ def groups(config: TrainConfig) -> Any:
 def environment(config: TrainConfig) -> Any:
     """How an environment is loaded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agl_slime.cli.parts.load_environment", lambda settings, **how: (settings, how))
+        patch.setattr("agl_slime.cli.wiring.load_environment", lambda settings, **how: (settings, how))
         return environment_of(config)
 
 
@@ -155,7 +155,7 @@ def validations(config: TrainConfig) -> Any:
     async def entered() -> Any:
         async with AsyncExitStack() as stack:
             weights: Any = SimpleNamespace(push_again=print)
-            enter = partial(model_for_agents, config, RunParts(tasks=[]), url=URL, model_path=POLICY)
+            enter = partial(model_for_agents, config, RunInputs(tasks=[]), url=URL, model_path=POLICY)
             llm = local._validation_llm(stack, config, weights, enter).get("val_llm")
             return llm and (llm.endpoint, llm.sampling_parameters)
 
@@ -169,7 +169,7 @@ def autopsy(config: TrainConfig) -> Any:
         async with AsyncExitStack() as stack:
             trainer, weights = SimpleNamespace(score=None, computes_in=""), SimpleNamespace(directory=None, dtype="")
             others: Any = (trainer, None, weights, SimpleNamespace(warn=None))
-            made = await local._run_autopsy(stack, config, RunDir(Path("run")), URL, *others)
+            made = await local._step_observer(stack, config, RunDir(Path("run")), URL, *others)
             return made and made.turns
 
     return asyncio.run(made())
@@ -186,7 +186,7 @@ def reports(config: TrainConfig) -> Any:
 def files(config: TrainConfig) -> Any:
     """The directory of a run and its model."""
     with run_directory(config) as pending:
-        start = asyncio.run(find_start(config, RunParts(tasks=[]), pending.run, None, Console(quiet=True)))
+        start = asyncio.run(find_start(config, RunInputs(tasks=[]), pending.run, None, Console(quiet=True)))
         return pending.run.path, start.model
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.cli import parts
-from agl_slime.cli.flags import split_env_flags
+from agl_slime.cli import wiring
+from agl_slime.cli.options import split_env_flags
 from agl_slime.cli.settings import TrainConfig, command_config, train_config
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
@@ -142,7 +142,7 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(tmp_path: Path
         train, out, count, _ = _split({"train": tasks}, seed=seed, held_out=held_out, validate=True, name="a")
         return SimpleNamespace(tasks=train, val_tasks=out, held_out=count)
 
-    monkeypatch.setattr(parts, "environment_of", environment)
+    monkeypatch.setattr(wiring, "environment_of", environment)
     config = command_config(EvalConfig, models=(tmp_path,), seed=7)
     settings = evaluation._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
     _, evaluated = evaluation._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
@@ -151,7 +151,7 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(tmp_path: Path
 
 def test_evaluation_of_a_run_without_held_out_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
-    monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: environment)
+    monkeypatch.setattr(wiring, "environment_of", lambda config, held_out=None: environment)
     config = command_config(EvalConfig, models=(tmp_path,))
     settings = evaluation._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
     with pytest.raises(ConfigError, match="held out no tasks"):

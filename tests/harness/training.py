@@ -22,14 +22,14 @@ needs_torch = pytest.mark.skipif(
 """Does not import torch, which takes seconds of collecting."""
 
 
-def train(*, given: Any = None, **settings: Any) -> str:
-    """The output, without colours, of a run with these settings; ``given`` are its parts."""
+def train(*, inputs: Any = None, **settings: Any) -> str:
+    """The output, without colours, of a run with these settings; ``inputs`` are a program's."""
     from rich.console import Console
 
     from agl_slime.cli.local import run_training
 
     out = io.StringIO()
-    asyncio.run(run_training(train_config(**settings), given=given, console=Console(file=out, width=200)))
+    asyncio.run(run_training(train_config(**settings), program_inputs=inputs, console=Console(file=out, width=200)))
     return out.getvalue()
 
 

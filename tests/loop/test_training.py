@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.agent import SGLangLitAgent
-from agl_slime.cli.parts import RunParts
 from agl_slime.cli.start import check_tools
+from agl_slime.cli.wiring import RunInputs
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
@@ -81,19 +81,19 @@ class Sorter(SGLangLitAgent):
 def test_a_model_without_chat_template_gets_texts_as_they_are(policy_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
     (model / "chat_template.jinja").unlink()
-    text = RunParts(agent=Sorter(), tasks=[{"prompt": "Once upon a time"}])
-    chat = RunParts(agent=Sorter(), tasks=[{"messages": [{"role": "user", "content": "Hi"}]}])
+    text = RunInputs(agent=Sorter(), tasks=[{"prompt": "Once upon a time"}])
+    chat = RunInputs(agent=Sorter(), tasks=[{"messages": [{"role": "user", "content": "Hi"}]}])
     refusal = f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
     with engine_in_thread(model) as url:
         settings = {**SMALL, "model_path": model, "sglang_url": url, "num_iterations": 1}
-        output = train(given=text, output_dir=tmp_path / "out", **settings)
+        output = train(inputs=text, output_dir=tmp_path / "out", **settings)
         with pytest.raises(ConfigError, match=refusal):
-            train(given=chat, output_dir=tmp_path / "chat", **settings)
+            train(inputs=chat, output_dir=tmp_path / "chat", **settings)
     lines = (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()
     samples = [sample for line in lines for sample in json.loads(line)["samples"]]
     prompts = {"".join(sample["pieces"][: sample["prompt_length"]]) for sample in samples}
     assert prompts == {"Once upon a time"}
-    assert "chat template" not in output
+    assert "without a chat template prompts are sampled as they are" in output
 
 
 def look(key: str) -> str:
@@ -110,12 +110,13 @@ def test_unknown_tool_call_format_is_refused_at_the_start(policy_dir: Path, tmp_
     plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     (model / "chat_template.jinja").write_text(plain)
     caller, tasks = Caller(), [{"prompt": "Hi"}]
+    inputs = RunInputs(agent=caller, tasks=tasks)
     with pytest.raises(ConfigError, match=r"^--model-path .*: Caller offers tools, and the chat template asks for"):
-        train(given=RunParts(agent=caller, tasks=tasks), model_path=model, output_dir=tmp_path / "out", eval_interval=0)
+        train(inputs=inputs, model_path=model, output_dir=tmp_path / "out", eval_interval=0)
     tokenizer = load_tokenizer(str(model))
 
     def check(**fields: Any) -> str:
-        return asyncio.run(check_tools(RunParts(**{"tasks": tasks, **fields}), model, tokenizer, seed=0))
+        return asyncio.run(check_tools(RunInputs(**{"tasks": tasks, **fields}), model, tokenizer, seed=0))
 
     assert check(agent=Sorter()) == ""
     caller.tool_parser = "hermes"
@@ -135,13 +136,13 @@ def test_foreign_weights_are_refused_in_the_first_iteration(policy_dir: Path, em
             await self.pushed
             await super().run(task, session)
 
-    parts = RunParts(agent=Intruder(), tasks=[{"prompt": "Say something."}])
+    parts = RunInputs(agent=Intruder(), tasks=[{"prompt": "Say something."}])
     settings = {**SMALL, "model_path": policy_dir, "sglang_url": embedded_engine, "num_iterations": 1}
     with (
         weights_restored(embedded_engine, policy_dir),
         pytest.raises(AglSlimeError, match="version 'evil', which this run did not push"),
     ):
-        train(given=parts, output_dir=tmp_path / "out", **settings)
+        train(inputs=parts, output_dir=tmp_path / "out", **settings)
 
 
 def test_an_iteration_without_training_takes_no_weight_version(policy_dir: Path, embedded_engine: str, tmp_path: Path):
@@ -155,10 +156,10 @@ def test_an_iteration_without_training_takes_no_weight_version(policy_dir: Path,
             return float(task["number"] >= 8 and self.scored % 2)
 
     numbers = itertools.count()
-    parts = RunParts(agent=Flat(), tasks=lambda rng: {"prompt": "Say something.", "number": next(numbers)})
+    parts = RunInputs(agent=Flat(), tasks=lambda rng: {"prompt": "Say something.", "number": next(numbers)})
     settings = {**SMALL, "n_samples_per_prompt": 4, "max_staleness": 2, "drop_zero_variance": True, "num_iterations": 6}
     with weights_restored(embedded_engine, policy_dir):
-        train(given=parts, model_path=policy_dir, sglang_url=embedded_engine, output_dir=tmp_path / "out", **settings)
+        train(inputs=parts, model_path=policy_dir, sglang_url=embedded_engine, output_dir=tmp_path / "out", **settings)
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     trained = ["train/steps" in row for row in rows]
     assert (trained[0], trained[-1]) == (False, True)

@@ -74,17 +74,19 @@ class _Auditor:
         self.incomplete: dict[str, int] = {}  # number of a last line without an end, by file
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
-        self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
-        self.pushed_in = start_versions(at.record for _, at in self.lines[_METRICS])  # iteration by weight version
+        self.versions = {
+            line.record["iteration"]: str(line.record["weights/version"]) for _, line in self.lines[_METRICS]
+        }
+        self.pushed_in = start_versions(line.record for _, line in self.lines[_METRICS])  # iteration by weight version
         for iteration, version in sorted(self.versions.items()):
             self.pushed_in.setdefault(version, iteration)
         self.last = max(self.versions, default=0)
         # slime may continue from a checkpoint that a run in another directory saved
-        slime = any("train/slime_rollout_id" in at.record for _, at in self.lines[_METRICS])
+        slime = any("train/slime_rollout_id" in line.record for _, line in self.lines[_METRICS])
         self.first = min(self.versions, default=1) if slime else 1
-        self.trained = {one for _, line in self.lines[_TRAINED] for one in line.record["rollouts"]}
-        self.grouped = {one for _, line in self.lines[_GROUPS] for one in line.record["rollouts"]}
-        self.kept = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
+        self.trained = {rollout for _, line in self.lines[_TRAINED] for rollout in line.record["rollouts"]}
+        self.grouped = {rollout for _, line in self.lines[_GROUPS] for rollout in line.record["rollouts"]}
+        self.kept_ids = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
         self.batches: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         for _, line in self.lines[_TRAINED]:
             self.batches[line.record["iteration"]].append(line.record)
@@ -113,8 +115,8 @@ class _Auditor:
             _METRICS: self._check_metrics,
         }
         for name, check in checks.items():
-            for where, line in self.lines[name]:
-                check(where, line.record)
+            for location, line in self.lines[name]:
+                check(location, line.record)
         self._check_iterations()
         if self.rows:
             self._check_ends()
@@ -124,25 +126,25 @@ class _Auditor:
         for step in missing_checkpoints(checkpoints, self.noted, **end):
             self._report("checkpoints", f"iteration {step} is missing, which the ledger has noted")
         metrics = {line.record["iteration"]: line.record for _, line in self.lines[_METRICS]}
-        for where, text in model_findings(self.path, checkpoints, metrics, **end):
-            self._report(where, text)
-        counts = {"iterations": len(self.versions), "rollouts": len(self.grouped), "kept whole": len(self.kept)}
-        tokens = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
+        for location, text in model_findings(self.path, checkpoints, metrics, **end):
+            self._report(location, text)
+        counts = {"iterations": len(self.versions), "rollouts": len(self.grouped), "kept whole": len(self.kept_ids)}
+        tokens = sum(sample[2] for _, line in self.lines[_TRAINED] for sample in line.record["samples"])
         self.result.counts = {**counts, "tokens trained": tokens}
         return self.result
 
-    def _report(self, where: str, text: str) -> None:
-        self.result.findings.append(f"{where}: {text}")
+    def _report(self, location: str, text: str) -> None:
+        self.result.findings.append(f"{location}: {text}")
 
-    def _claim(self, where: str, subject: str, **values: Any) -> None:
+    def _claim(self, location: str, subject: str, **values: Any) -> None:
         for name, value in values.items():
-            place, first = self.claims.setdefault((subject, name), (where, value))
+            place, first = self.claims.setdefault((subject, name), (location, value))
             if not same(value, first):
-                self._report(where, f"{name} of {subject} is {value!r}, and {first!r} by {place}")
+                self._report(location, f"{name} of {subject} is {value!r}, and {first!r} by {place}")
 
-    def _once(self, where: str, subject: str, event: str) -> None:
-        if (place := self.claims.setdefault((subject, event), (where, None))[0]) != where:
-            self._report(where, f"{subject} is {event} a second time, after {place}")
+    def _once(self, location: str, subject: str, event: str) -> None:
+        if (place := self.claims.setdefault((subject, event), (location, None))[0]) != location:
+            self._report(location, f"{subject} is {event} a second time, after {place}")
 
     def _read(self, name: str) -> list[tuple[str, Line]]:
         path, lines, last = self.path / name, [], 0
@@ -152,13 +154,13 @@ class _Auditor:
             for number, text in broken_lines(path):
                 self._report(f"{name} line {number}", text)
             for line in read_lines(path, strict=True):
-                where = f"{name} line {line.number}"
+                location = f"{name} line {line.number}"
                 if line.error:
-                    self._report(where, line.error)
+                    self._report(location, line.error)
                     continue
                 if (iteration := line.record["iteration"]) < last:
-                    self._report(where, f"iteration {iteration} comes after iteration {last}")
-                lines.append((where, line))
+                    self._report(location, f"iteration {iteration} comes after iteration {last}")
+                lines.append((location, line))
                 last = iteration
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -225,138 +227,144 @@ class _Auditor:
                 self._claim(_SUMMARY, "the run", ledger=+Counter(summary.get("ledger") or {}))
             self._claim(_SUMMARY, "the run", iterations=summary.get("iterations"))
 
-    def _check_pushed(self, where: str, iteration: int, versions: Iterable[str]) -> None:
+    def _check_pushed(self, location: str, iteration: int, versions: Iterable[str]) -> None:
         for version in sorted(version for version in versions if self.pushed_in.get(version, iteration) >= iteration):
-            self._report(where, f"weights of version {version} were not pushed before iteration {iteration}")
+            self._report(location, f"weights of version {version} were not pushed before iteration {iteration}")
 
-    def _check_trained(self, where: str, record: dict[str, Any]) -> None:
+    def _check_trained(self, location: str, record: dict[str, Any]) -> None:
         iteration, digests = record["iteration"], defaultdict(list)
         if record["instance_id"] is not None:
-            self._once(where, f"task {record['instance_id']}", "trained on")
+            self._once(location, f"task {record['instance_id']}", "trained on")
         scores = record.get("scores")
         if scores is not None and (not isinstance(scores, list) or len(scores) != len(record["samples"])):
-            self._report(where, "the number of the trainer's digests differs from that of the Samples")
+            self._report(location, "the number of the trainer's digests differs from that of the Samples")
             scores = None
         for name, digest, n, versions in record["samples"]:
             digests[name].append([digest, n, versions])
-            self._check_pushed(where, iteration, versions)
+            self._check_pushed(location, iteration, versions)
             numbers = [int(version) for version in versions if version.isdecimal()]
             behind, limit = self._policy(iteration) - min(numbers, default=0), self.settings.get("max_staleness")
             if numbers and isinstance(limit, int) and behind > limit:
-                self._report(where, f"tokens of rollout {name} are {behind} versions old, and max_staleness is {limit}")
+                self._report(
+                    location, f"tokens of rollout {name} are {behind} versions old, and max_staleness is {limit}"
+                )
             if versions and sum(versions.values()) != n:
-                self._report(where, f"the weight versions of rollout {name} do not add up to its {n} tokens")
-            if [one for one, *_ in digests[name]].count(digest) > 1:
-                self._report(where, f"the same tokens of rollout {name} are trained on twice")
+                self._report(location, f"the weight versions of rollout {name} do not add up to its {n} tokens")
+            if [earlier for earlier, *_ in digests[name]].count(digest) > 1:
+                self._report(location, f"the same tokens of rollout {name} are trained on twice")
         for name in {*digests, *record["rollouts"]}:
             about = f"rollout {name}"
-            self._once(where, about, "trained on")
-            self._claim(where, about, reward=record["rollouts"].get(name), task=record["instance_id"], reason="")
-            self._claim(where, about, outcome="trained", iteration=iteration, sealed=digests[name])
+            self._once(location, about, "trained on")
+            self._claim(location, about, reward=record["rollouts"].get(name), task=record["instance_id"], reason="")
+            self._claim(location, about, outcome="trained", iteration=iteration, sealed=digests[name])
             if scores is not None:
                 pairs = zip(record["samples"], scores, strict=True)
-                self._claim(where, about, scores=[digest for sample, digest in pairs if sample[0] == name])
+                self._claim(location, about, scores=[digest for sample, digest in pairs if sample[0] == name])
             if name not in self.grouped and (self.result.finished or iteration < self.last):
-                self._report(where, f"{about} is not in groups.jsonl")
+                self._report(location, f"{about} is not in groups.jsonl")
         if iteration not in self.versions and (self.result.finished or iteration != self.last + 1):
-            self._report(where, f"iteration {iteration} is not in metrics.jsonl")
+            self._report(location, f"iteration {iteration} is not in metrics.jsonl")
 
-    def _check_group(self, where: str, record: dict[str, Any]) -> None:
-        self._once(where, f"group {record['group_id']}", "finalized")
+    def _check_group(self, location: str, record: dict[str, Any]) -> None:
+        self._once(location, f"group {record['group_id']}", "finalized")
         if record["instance_id"] is not None:
-            self._once(where, f"task {record['instance_id']}", "finalized")
-        self._check_pushed(where, record["iteration"], record["weight_versions"])
+            self._once(location, f"task {record['instance_id']}", "finalized")
+        self._check_pushed(location, record["iteration"], record["weight_versions"])
         columns = ("rollouts", "rewards", "outcomes", "reasons", "tokens", "turns", "samples", "sealed")
         if len({len(record[name]) for name in columns}) > 1 or record["ready"] == bool(record["code"]):
-            self._report(where, "its lists of members, ready and code contradict each other")
+            self._report(location, "its lists of members, ready and code contradict each other")
             return
         if not record["ready"] and record["iteration"] != record["collected"]:
-            self._report(where, f"group {record['group_id']} was dropped in another iteration than collected")
+            self._report(location, f"group {record['group_id']} was dropped in another iteration than collected")
         for member in zip(*(record[name] for name in columns), strict=True):
-            self._check_member(where, record, member)
+            self._check_member(location, record, member)
         if not set(record["kept"]) <= set(record["rollouts"]):
-            self._report(where, "it keeps rollouts of other groups")
+            self._report(location, "it keeps rollouts of other groups")
 
-    def _check_member(self, where: str, group: dict[str, Any], member: tuple[Any, ...]) -> None:
+    def _check_member(self, location: str, group: dict[str, Any], member: tuple[Any, ...]) -> None:
         name, reward, outcome, reason, tokens, turns, n_samples, digests = member
         about = f"rollout {name}"
-        self._once(where, about, "in a group")
+        self._once(location, about, "in a group")
         reason = reason or (group["code"] if outcome == "filtered" else "")
-        self._claim(where, about, reward=reward, task=group["instance_id"], outcome=outcome, reason=reason)
-        self._claim(where, about, iteration=group["iteration"], collected=group["collected"], sealed=digests)
-        self._claim(where, about, tokens=tokens, turns=turns, group=group["group_id"], samples=n_samples)
+        self._claim(location, about, reward=reward, task=group["instance_id"], outcome=outcome, reason=reason)
+        self._claim(location, about, iteration=group["iteration"], collected=group["collected"], sealed=digests)
+        self._claim(location, about, tokens=tokens, turns=turns, group=group["group_id"], samples=n_samples)
         if any(versions and sum(versions.values()) != size for _, size, versions in digests):
-            self._report(where, f"the weight versions of {about} do not add up to its tokens")
-        if n_samples != len(digests) or sum(one[1] for one in digests) > tokens:
-            self._report(where, f"{about} has {n_samples} samples and {tokens} tokens, and {digests} to train on")
-        if not {version for one in digests for version in one[2]} <= set(group["weight_versions"]):
-            self._report(where, f"{about} was sampled by other weight versions than its group")
+            self._report(location, f"the weight versions of {about} do not add up to its tokens")
+        if n_samples != len(digests) or sum(digest[1] for digest in digests) > tokens:
+            self._report(location, f"{about} has {n_samples} samples and {tokens} tokens, and {digests} to train on")
+        if not {version for digest in digests for version in digest[2]} <= set(group["weight_versions"]):
+            self._report(location, f"{about} was sampled by other weight versions than its group")
         if reward is None and outcome in ("trained", "filtered"):
-            self._report(where, f"{about} succeeded without a reward")
+            self._report(location, f"{about} succeeded without a reward")
         if outcome == "trained" and name not in self.trained and (self.path / _TRAINED).exists():
-            self._report(where, f"{about} is trained, and is not in trained.jsonl")
+            self._report(location, f"{about} is trained, and is not in trained.jsonl")
         if self.rows and name not in self.rows and len(self.rows) < _LEDGER_CAPACITY:
-            self._report(where, f"{about} is not in the ledger")
-        if (name in group["kept"]) != (name in self.kept):
-            self._report(where, f"{about} is kept by one of groups.jsonl and rollouts.jsonl only")
+            self._report(location, f"{about} is not in the ledger")
+        if (name in group["kept"]) != (name in self.kept_ids):
+            self._report(location, f"{about} is kept by one of groups.jsonl and rollouts.jsonl only")
 
-    def _check_rollout(self, where: str, record: dict[str, Any]) -> None:
+    def _check_rollout(self, location: str, record: dict[str, Any]) -> None:
         about = f"rollout {record['rollout_id']}"
-        self._once(where, about, "kept")
+        self._once(location, about, "kept")
         fields = ("iteration", "collected", "outcome", "reward", "tokens", "reason")
-        self._claim(where, about, **{name: record[name] for name in fields})
-        self._claim(where, about, task=record["instance_id"], group=record["group_id"])
-        self._claim(where, about, samples=len(record["samples"]) + record["left_out"]["samples"])
+        self._claim(location, about, **{name: record[name] for name in fields})
+        self._claim(location, about, task=record["instance_id"], group=record["group_id"])
+        self._claim(location, about, samples=len(record["samples"]) + record["left_out"]["samples"])
         if record["messages"] and len(record["turns"]) < MOST_TURNS:
-            self._claim(where, about, turns=len(record["turns"]))
+            self._claim(location, about, turns=len(record["turns"]))
         if record["rewards"] and not any(same(value, record["reward"]) for value in record["rewards"].values()):
-            self._report(where, f"the reward of {about} is none of its rewards")
+            self._report(location, f"the reward of {about} is none of its rewards")
         try:
             digests = [recompute_digest(sample) for sample in record["samples"]]
         except ValueError as error:
-            self._report(where, f"a Sample of {about} {error}")
+            self._report(location, f"a Sample of {about} {error}")
             return
         for sample in record["samples"]:
-            self._check_pushed(where, record["iteration"], [version for version, *_ in sample["weight_versions"]])
+            self._check_pushed(location, record["iteration"], [version for version, *_ in sample["weight_versions"]])
         complete = not record["left_out"]["samples"] and not any(sample["left_out"] for sample in record["samples"])
         if complete:
-            self._claim(where, about, sealed=digests)
-        self._check_scores(where, record, complete=complete)
-        if sum(one[1] for one in digests) > record["tokens"]:
-            self._report(where, f"more tokens of {about} are under the loss mask than were sampled")
+            self._claim(location, about, sealed=digests)
+        self._check_scores(location, record, complete=complete)
+        if sum(digest[1] for digest in digests) > record["tokens"]:
+            self._report(location, f"more tokens of {about} are under the loss mask than were sampled")
         sampled = sum(turn["tokens"] for turn in record["turns"])
         if record["turns"] and complete and sampled != record["tokens"]:
-            self._report(where, f"the turns of {about} have {sampled} tokens, and the rollout {record['tokens']}")
+            self._report(location, f"the turns of {about} have {sampled} tokens, and the rollout {record['tokens']}")
 
-    def _check_scores(self, where: str, record: dict[str, Any], *, complete: bool) -> None:
+    def _check_scores(self, location: str, record: dict[str, Any], *, complete: bool) -> None:
         """The trainer's figures of a kept rollout, which only trained rollouts have."""
         about, trained = f"rollout {record['rollout_id']}", record["outcome"] == "trained"
         scores = [scores_of(sample) for sample in record["samples"]]
-        if not trained and any(one.present for one in scores):
-            self._report(where, f"{about} has log-probs of the trainer, and was not trained")
+        if not trained and any(score.present for score in scores):
+            self._report(location, f"{about} has log-probs of the trainer, and was not trained")
         elif complete and trained and (about, "scores") in self.claims:
-            self._claim(where, about, scores=[one.digest for one in scores])
-        if any(one.present and not one.complete for one in scores):
-            self._report(where, f"{about} has log-probs or advantages of the trainer for some trained tokens only")
-        self.differences[record["iteration"]] += [one.difference for one in scores if one.present]
+            self._claim(location, about, scores=[score.digest for score in scores])
+        if any(score.present and not score.complete for score in scores):
+            self._report(location, f"{about} has log-probs or advantages of the trainer for some trained tokens only")
+        self.differences[record["iteration"]] += [score.difference for score in scores if score.present]
         self.scored[record["iteration"]] += complete and trained
 
-    def _check_metrics(self, where: str, record: dict[str, Any]) -> None:
+    def _check_metrics(self, location: str, record: dict[str, Any]) -> None:
         iteration = record["iteration"]
         about = f"iteration {iteration}"
-        self._once(where, about, "finished")
-        self._claim(where, about, **{name: record.get(name) for name in ("rollout/reward_mean", "weights/version")})
+        self._once(location, about, "finished")
+        self._claim(location, about, **{name: record.get(name) for name in ("rollout/reward_mean", "weights/version")})
         expected = self._batch_metrics(iteration) if (self.path / _TRAINED).exists() else {}
         if (self.path / _GROUPS).exists():
             expected |= group_metrics(self.collected[iteration])
         by_reason = {name for name in record if name.startswith(("rollout/failed/", "rollout/dropped/"))}
         for name in sorted({*expected, *by_reason}):
             if not same(record.get(name) or 0, expected.get(name) or 0):
-                self._report(where, f"{name} is {record.get(name)!r}, and {expected.get(name)!r} by the trained groups")
+                self._report(
+                    location, f"{name} is {record.get(name)!r}, and {expected.get(name)!r} by the trained groups"
+                )
         most, recorded = max(self.differences[iteration], default=0.0), record.get("train/logprob_diff_max")
         all_kept = self.scored[iteration] and self.scored[iteration] == expected.get("train/rollouts")
         if all_kept and isinstance(recorded, int | float) and recorded > most * (1 + 1e-4) + 1e-6:
-            self._report(where, f"train/logprob_diff_max is {recorded!r}, and {most!r} at most by the trained tokens")
+            self._report(
+                location, f"train/logprob_diff_max is {recorded!r}, and {most!r} at most by the trained tokens"
+            )
 
     def _batch_metrics(self, iteration: int) -> dict[str, float]:
         """The metrics of an iteration by its lines of trained.jsonl."""
@@ -410,7 +418,7 @@ class _Auditor:
         during training, and its dropped groups are written one iteration later."""
         groups = list(groups)
         newest = max((group["iteration"] for group in groups), default=0)
-        earlier = {one for group in groups if group["iteration"] < newest - 1 for one in group["rollouts"]}
+        earlier = {rollout for group in groups if group["iteration"] < newest - 1 for rollout in group["rollouts"]}
         return max((row.number or 0 for name, row in self.rows.items() if name in earlier), default=0)
 
     def _check_task(
@@ -440,23 +448,23 @@ class _Auditor:
                 self._report(_LEDGER, f"rollout {row.rollout} of task {task} is not in groups.jsonl")
 
     def _check_checkpoint(self, directory: Path) -> None:
-        where, step = f"checkpoints/{directory.name}", int(directory.name.removeprefix("step_"))
+        location, step = f"checkpoints/{directory.name}", int(directory.name.removeprefix("step_"))
         for part in (directory, directory / "trainer"):
             for name, text in changed_files(part):
-                self._report(f"{where}/{(part / name).relative_to(directory)}", text)
+                self._report(f"{location}/{(part / name).relative_to(directory)}", text)
         if self.rows and step not in self.noted:
             self._report(_LEDGER, f"it has not noted the checkpoint of step {step}")
         try:
             loop, source = read_object(directory / "loop.json"), read_object(directory / "data_source.json")
-            means, ready = loop["reward_means"], [one for members in source["members"] for one in members]
-            self._claim(f"{where}/loop.json", where, iteration=step)
-            self._claim(f"{where}/loop.json", where, iteration=loop["iteration"])
+            means, ready = loop["reward_means"], [member for members in source["members"] for member in members]
+            self._claim(f"{location}/loop.json", location, iteration=step)
+            self._claim(f"{location}/loop.json", location, iteration=loop["iteration"])
             if step:
-                self._claim(f"{where}/loop.json", f"iteration {step}", **{"weights/version": loop["version"]})
+                self._claim(f"{location}/loop.json", f"iteration {step}", **{"weights/version": loop["version"]})
             for iteration, mean in enumerate(means, 1):
-                self._claim(f"{where}/loop.json", f"iteration {iteration}", **{"rollout/reward_mean": mean})
+                self._claim(f"{location}/loop.json", f"iteration {iteration}", **{"rollout/reward_mean": mean})
             for name in ready:
                 if self.claims.get((f"rollout {name}", "iteration"), ("", step + 1))[1] <= step:
-                    self._report(f"{where}/data_source.json", f"rollout {name} is ready, and was trained on before")
+                    self._report(f"{location}/data_source.json", f"rollout {name} is ready, and was trained on before")
         except (ValueError, KeyError, TypeError) as error:
-            self._report(where, f"its states cannot be read: {error}")
+            self._report(location, f"its states cannot be read: {error}")

@@ -28,10 +28,10 @@ def start_versions(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return {"0": 0, str(int(version) - (not untrained)): 0}
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
-    return one == other
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-12)
+    return first == second
 
 
 def recompute_digest(sample: dict[str, Any]) -> list[Any]:
@@ -100,8 +100,8 @@ def group_metrics(groups: list[dict[str, Any]]) -> dict[str, Any]:
     lengths = [(ready and not why, n) for ready, _, _, why, n, *_ in members if why not in STRAGGLERS]
     trained, dropped = ([n for delivered, n in lengths if delivered is kind] for kind in (True, False))
     failures = Counter(why for _, _, _, why, *_ in members if why and why not in STRAGGLERS)
-    ready_rewards = [[one for one in group["rewards"] if one is not None] for group in groups if group["ready"]]
-    equal = [one for one in ready_rewards if one and max(one) - min(one) <= EQUAL_REWARDS]
+    ready_rewards = [[reward for reward in g["rewards"] if reward is not None] for g in groups if g["ready"]]
+    equal = [group for group in ready_rewards if group and max(group) - min(group) <= EQUAL_REWARDS]
     metrics: dict[str, Any] = {f"rollout/failed/{reason}": n for reason, n in failures.items()}
     metrics |= {f"rollout/dropped/{c}": n for c, n in Counter(g["code"] for g in groups if not g["ready"]).items()}
     if rewards:

@@ -24,10 +24,10 @@ def missing_checkpoints(here: Collection[int], noted: Collection[int], *, finish
     """The iterations of missing checkpoints. The ledger notes a checkpoint before it is written: the newest may be
     missing after a kill."""
     newest = sorted(noted, reverse=True)
-    wanted = {*newest[:KEPT]} | ({last} if finished and last and newest else set())
+    required = {*newest[:KEPT]} | ({last} if finished and last and newest else set())
     if not finished and newest and newest[0] not in here:
-        wanted = {*newest[1 : 1 + KEPT]}
-    return sorted(wanted - {*here})
+        required = {*newest[1 : 1 + KEPT]}
+    return sorted(required - {*here})
 
 
 def model_findings(

@@ -2,7 +2,7 @@
 
 1. Clean demonstrations until a teacher-forced probe on unseen ones is passed. The number of steps differs from seed to
    seed, so the criterion decides, never a count.
-2. Imperfect demonstrations for a fixed number of steps. They blur what was learned, so that reinforcement starts from a
+2. Imperfect demonstrations for a fixed number of steps. They blur the format, so that reinforcement starts from a
    low reward that is not zero.
 """
 
@@ -84,9 +84,9 @@ def make_policy(
     """Make the tiny policy in ``directory``, which appears complete or not at all, and return its path. ``progress``
     takes a line now and then.
 
-    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The same seed, demonstrations and
-    settings give the same policy on one machine and library version. Raises ``ConfigError`` when the directory holds
-    something else, ``TrainerError`` when the warm-up does not pass its probe.
+    ``demonstrations`` are the training data of the warm-up, by default the lookup task. The same seed, demonstrations
+    and settings give the same policy on one machine and library version. Raises ``ConfigError`` when the directory has
+    other files, ``TrainerError`` when the warm-up does not pass its probe.
     """
     target = Path(directory).expanduser().resolve()
     source, settings = demonstrations or DEFAULT_SOURCES[0], settings or PolicySettings()
@@ -114,7 +114,7 @@ def train_policy(
     settings: PolicySettings,
     progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """Make the policy and write its checkpoint into ``directory``; returns what the warm-up reports, and the libraries
+    """Make the policy and write its checkpoint into ``directory``; returns the report of the warm-up, and the libraries
     that the weights depend on to the last bit."""
     tokenizer = make_tokenizer(source)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -18,8 +18,8 @@ import tyro
 from rich.console import Console
 
 from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
-from agl_slime.cli.flags import flag, split_env_flags
 from agl_slime.cli.models import check_model, find_model
+from agl_slime.cli.options import flag, split_env_flags
 from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
@@ -119,9 +119,9 @@ class EvalConfig(OtherModel):
             return
         if self.openai_model is not None:
             raise ConfigError(f"--openai-model {self.openai_model} needs its address: give --openai-url")
-        wanted = 1 if self.with_start or changed.get("sglang_url") else 2
-        if not 1 <= len(self.models) <= wanted:
-            which = "one model" if wanted == 1 else "one model, or two to compare"
+        most = 1 if self.with_start or changed.get("sglang_url") else 2
+        if not 1 <= len(self.models) <= most:
+            which = "one model" if most == 1 else "one model, or two to compare"
             raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
 
 
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str]) -> Coroutine[Any, Any, dict[str, Any]]:
 
 def parse_eval_config(arguments: Sequence[str]) -> EvalConfig:
     ours, env_flags = split_env_flags(arguments)
-    more = {"env_arguments": env_flags or None}
-    return parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **more)
+    options = {"env_arguments": env_flags or None}
+    return parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +177,13 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     """Take the missing samples, write ``eval.json`` and return its content."""
     console = console or PlainConsole()
     ready = await prepare(config)
-    models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
+    models, settings, tasks = ready.models, ready.settings, ready.tasks
     identity: dict[str, Any] = {
         "models": [str(model) for model in models],
         # by which changed models are recognized
         "files": [{} if isinstance(model, ChatApi) else await run_in_thread(model_digests, model) for model in models],
         "agent": settings.title,
-        "agent_source": await run_in_thread(_agent_source, settings, agent),
+        "agent_source": await run_in_thread(_agent_source, settings, ready.agent),
         "environment": await run_in_thread(_environment_identity, settings),
         "max_turns": settings.gateway.max_turns,
         "multi_turn_scheduler": settings.multi_turn_scheduler,
@@ -204,26 +204,25 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         resume = (directory / "config.json").exists()
         open_run_dir(directory, agent=settings.title, settings=identity, resume=resume, fixed=_FIXED)
         write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
-        parts, new = [], 0
+        samples, new = [], 0
         for number, model in enumerate(models):
             with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
                 name = model.model if isinstance(model, ChatApi) else model.name
                 which = f"model {number + 1} of {len(models)}" if len(models) > 1 else name
-                before = len(file.lines)
+                new -= len(file.lines)
                 if file.missing(tasks=len(tasks), k=config.k):
-                    more: dict[str, Any] = {"directory": RunDir(directory), "console": console}
-                    more["max_concurrent"] = settings.max_concurrent
-                    async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
+                    reward_key = reward_name(line for lines in samples for line in lines)
+                    engine = sampling_with(ready, model, directory=RunDir(directory), console=console)
+                    async with engine as sampling:
                         with _progress(console, which) as report:
-                            how: dict[str, Any] = {"run_key": reward_name(line for part in parts for line in part)}
-                            how |= {"k": config.k, "sampling": sampling, "on_progress": report}
-                            await take_samples(tasks, into=file, **how)
-                parts.append(file.lines)
-                new += len(file.lines) - before
-        result = _result(config, identity, parts, tasks)
+                            options: dict[str, Any] = {"k": config.k, "sampling": sampling, "run_key": reward_key}
+                            await take_samples(tasks, into=file, on_progress=report, **options)
+                samples.append(file.lines)
+                new += len(file.lines)
+        result = _result(config, identity, samples, tasks)
         write_file(directory / "eval.json", dump(result, indent=2))
     if not new:
-        text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
+        text = f"0 new samples: the figures are of {sum(map(len, samples))} earlier samples"
         print_line(f"{text}; a new --output-dir takes new ones", to=console)
     for line in format_result(result):
         print_line(line, to=console)
@@ -239,13 +238,17 @@ def format_result(result: dict[str, Any]) -> list[str]:
     lines = []
     for model in result["models"]:
         figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
-        estimates = [f"{name} {format_estimate(value, of=result['tasks'])}" for name, value in figures.items() if value]
+        estimates = [
+            f"{name} {format_estimate(value, n_tasks=result['tasks'])}" for name, value in figures.items() if value
+        ]
         failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
         lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
         lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
     if (difference := result.get("difference")) is not None:
         names = [name for name in ("reward", "pass@1") if difference[name]]
-        estimates = [f"{name} {format_estimate(difference[name], of=result['tasks'], sign=True)}" for name in names]
+        estimates = [
+            f"{name} {format_estimate(difference[name], n_tasks=result['tasks'], sign=True)}" for name in names
+        ]
         lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
@@ -259,11 +262,11 @@ def _validation_sampling(began: dict[str, Any]) -> dict[str, Any]:
     return train_config(eval_sampling=began.get("eval_sampling") or "").validation_sampling
 
 
-def format_estimate(value: Mapping[str, Any], *, of: int, sign: bool = False) -> str:
-    """The mean, its interval, and its number of tasks if it is not all ``of`` them."""
+def format_estimate(value: Mapping[str, Any], *, n_tasks: int, sign: bool = False) -> str:
+    """The mean, its interval, and its number of tasks if it is not ``n_tasks``."""
     kind = "+.3f" if sign else ".3f"
     between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
-    number = "" if value["tasks"] == of else f" over {value['tasks']} of {of} tasks"
+    number = "" if value["tasks"] == n_tasks else f" over {value['tasks']} of {n_tasks} tasks"
     return f"{value['mean']:{kind}}{between}{number}"
 
 
@@ -305,8 +308,10 @@ def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     if (env := flags.get("env") or (None if "agent" in flags else began.get("env"))) is not None:
         inherited.pop("agent", None)
         if "env" not in flags:
-            given = {name: began[name] for name in ENV_FIELDS if began.get(name) is not None}
-            inherited |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            environment_fields = {name: began[name] for name in ENV_FIELDS if began.get(name) is not None}
+            inherited |= {
+                name: tuple(value) if isinstance(value, list) else value for name, value in environment_fields.items()
+            }
             inherited |= {name: Path(began[name]) for name in ("env_python", "eval_tasks") if began.get(name)}
         flags["env"] = env
     return train_config(**{"max_concurrent": _RUN_SETTINGS["max_concurrent"], **inherited, **flags})
@@ -317,7 +322,7 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     from agl_slime.cli.start import split_tasks
 
     if settings.environment.name is not None:
-        from agl_slime.cli.parts import environment_of
+        from agl_slime.cli.wiring import environment_of
 
         env_run = run if "env" not in config.settings else None
         start = (read_object(env_run.start) or {}) if env_run is not None else {}
@@ -357,21 +362,16 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
 
 @asynccontextmanager
 async def sampling_with(
-    settings: TrainConfig,
-    model: Path | ChatApi,
-    agent: Any,
-    sampling: dict[str, Any],
-    *,
-    directory: RunDir,
-    max_concurrent: int,
-    console: Console,
+    ready: Prepared, model: Path | ChatApi, *, directory: RunDir, console: Console, max_concurrent: int | None = None
 ) -> AsyncIterator[Sampling]:
-    """Start an engine that serves ``model``, or use its address; yields the parts with which samples are taken."""
+    """Start an engine that serves ``model``, or use its address; yields the runners and limits of samples."""
     from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.support.agl import LLM
     from agl_slime.tools.evaluation.samples import Sampling
 
+    settings, agent, sampling = ready.settings, ready.agent, ready.sampling
+    max_concurrent = max_concurrent or settings.max_concurrent
     if isinstance(model, ChatApi):
         limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
         limits["seed"] = settings.loop.seed
@@ -388,15 +388,15 @@ async def sampling_with(
             agent.chat_api = None
         return
     from agl_slime.cli.local import running_engine
-    from agl_slime.cli.parts import RunParts, model_for_agents
+    from agl_slime.cli.wiring import RunInputs, model_for_agents
     from agl_slime.environments.environment import Environment
     from agl_slime.tokens.loading import load_tokenizer
 
     environment = agent if isinstance(agent, Environment) else None
-    agent = None if environment is not None else agent
+    agent = None if isinstance(agent, Environment) else agent
     async with AsyncExitStack() as stack:
         url, alive = await stack.enter_async_context(running_engine(settings, model, directory, console))
-        parts = RunParts(agent=agent, tasks=[{}])
+        parts = RunInputs(agent=agent, tasks=[{}])
         llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)
         yield Sampling(
@@ -418,15 +418,15 @@ def _progress(console: Console, which: str) -> Iterator[Callable[[int, int], Non
     status = console.status(which) if console.is_terminal else None
     began, first, printed = time.monotonic(), -1, -1
 
-    def report(ended: int, wanted: int) -> None:
+    def report(done: int, total: int) -> None:
         nonlocal first, printed
-        first = ended if first < 0 else first
-        fresh = ended - first
-        left = (time.monotonic() - began) / fresh * (wanted - ended) if fresh else None
-        text = f"{which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
+        first = done if first < 0 else first
+        fresh = done - first
+        remaining = (time.monotonic() - began) / fresh * (total - done) if fresh else None
+        text = f"{which}: {done} of {total} samples" + (f", {format_seconds(remaining)} left" if remaining else "")
         if status is not None:
             status.update(text)
-        elif (tenth := 10 * ended // wanted) > printed:
+        elif (tenth := 10 * done // total) > printed:
             printed = tenth
             print_line(text, to=console.file)
 
@@ -435,7 +435,7 @@ def _progress(console: Console, which: str) -> Iterator[Callable[[int, int], Non
 
 
 def _result(
-    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], tasks: Sequence[Task]
+    config: EvalConfig, identity: dict[str, Any], samples: Sequence[Sequence[dict[str, Any]]], tasks: Sequence[Task]
 ) -> dict[str, Any]:
     from collections import Counter
 
@@ -444,9 +444,9 @@ def _result(
 
     first: dict[bytes, int] = {}
     numbers = [first.setdefault(dump(task), number) for number, task in enumerate(tasks)]
-    rewards = [rewards_of(lines, numbers) for lines in parts]
+    rewards = [rewards_of(lines, numbers) for lines in samples]
     models = []
-    for model, lines, by_task in zip(identity["models"], parts, rewards, strict=True):
+    for model, lines, by_task in zip(identity["models"], samples, rewards, strict=True):
         failures = Counter(line["failure"] for line in lines if line["reward"] is None)
         about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
         models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k)})
@@ -480,13 +480,13 @@ def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str
     """Name and file of each module."""
     classes = (sys.modules.get(base.__module__) for base in type(agent).__mro__)
     pending = [*modules, *(module for module in classes if module is not None and not _is_installed(module))]
-    seen = set[int]()
+    visited = set[int]()
     while pending:
         module = pending.pop()
         file = getattr(module, "__file__", None)
-        if id(module) in seen or not isinstance(file, str):
+        if id(module) in visited or not isinstance(file, str):
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         if Path(file).is_file():
             yield module.__name__.rpartition(".")[2], file
         for value in list(vars(module).values()):

@@ -142,13 +142,14 @@ async def take_samples(
             return rollouts
 
         # each sample is a group of one, so that failures are independent; its name's end decides the sample's seed
-        places = {f"{uuid.uuid4().hex}-{task}.{sample}": (task, sample) for task, sample in missing}
-        groups = (TaskGroup(group_id, tasks[task]) for group_id, (task, _) in places.items())
-        how: dict[str, Any] = {"health": HealthCheck(raise_if_dead), "max_in_flight": sampling.max_in_flight}
+        pairs = {f"{uuid.uuid4().hex}-{task}.{sample}": (task, sample) for task, sample in missing}
+        groups = (TaskGroup(group_id, tasks[task]) for group_id, (task, _) in pairs.items())
+        health = HealthCheck(raise_if_dead)
         await run_in_thread(runner.start)
         try:
-            async for member in run_rollouts(source, groups, enqueue, **how):
-                into.add(*places[member.group_id], member)
+            rollouts = run_rollouts(source, groups, enqueue, health=health, max_in_flight=sampling.max_in_flight)
+            async for member in rollouts:
+                into.add(*pairs[member.group_id], member)
                 on_progress(len(into.lines), k * len(tasks))
         finally:
             await asyncio.shield(run_in_thread(runner.stop, timeout_s=3.0))

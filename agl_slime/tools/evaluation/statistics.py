@@ -45,16 +45,16 @@ def sum_up(rewards: TaskRewards, *, limit: float, k: int) -> dict[str, Any]:
     return {name: _fields(estimate([*by_task.values()])) for name, by_task in values.items()}
 
 
-def compare(before: TaskRewards, after: TaskRewards, *, limit: float) -> dict[str, Any]:
-    """Paired differences ``after - before`` over common tasks, of mean reward and pass@1; and the tasks whose pass rate
+def compare(old: TaskRewards, new: TaskRewards, *, limit: float) -> dict[str, Any]:
+    """Paired differences ``new - old`` over common tasks, of mean reward and pass@1; and the tasks whose pass rate
     rose to a half or more (``gained``) or fell below a half (``lost``)."""
-    old, new = (pass_rates(rewards, limit=limit, k=1) for rewards in (before, after))
-    common = sorted(old.keys() & new.keys())
+    old_rates, new_rates = (pass_rates(rewards, limit=limit, k=1) for rewards in (old, new))
+    common = sorted(old_rates.keys() & new_rates.keys())
     return {
-        "reward": _fields(paired_difference(task_means(before), task_means(after))),
-        "pass@1": _fields(paired_difference(old, new)),
-        "gained": [task for task in common if old[task] < 0.5 <= new[task]],
-        "lost": [task for task in common if new[task] < 0.5 <= old[task]],
+        "reward": _fields(paired_difference(task_means(old), task_means(new))),
+        "pass@1": _fields(paired_difference(old_rates, new_rates)),
+        "gained": [task for task in common if old_rates[task] < 0.5 <= new_rates[task]],
+        "lost": [task for task in common if new_rates[task] < 0.5 <= old_rates[task]],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +9,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tyro
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir, dump, iter_jsonl
-from agl_slime.report.rollouts import kept_rollouts
+from agl_slime.report.rollouts import kept_rollouts, read_tokens
 from agl_slime.support.files import output_of, whole_directory, whole_file
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.audit.figures import recompute_digest
@@ -108,10 +106,10 @@ def dpo_rows(
             continue
         chosen, rejected = list(better["messages"]), list(worse["messages"])
         same = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
-        answers = [at for at in range(same + 1) if _answers(chosen, at) and _answers(rejected, at)]
+        answers = [index for index in range(same + 1) if _answers(chosen, index) and _answers(rejected, index)]
         if answers:  # else one conversation is a prefix of the other: there is no choice
-            at = answers[-1]
-            yield {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
+            start = answers[-1]
+            yield {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
 
 
 def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -123,19 +121,15 @@ def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         except (KeyError, ValueError) as error:
             why = f"lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"Sample {number} of rollout {rollout.get('rollout_id')} {why}") from error
-        ids = np.frombuffer(base64.b64decode(sample["tokens"]), "<i4")
-        log_probs = np.frombuffer(base64.b64decode(sample["engine_log_probs"]), "<f4")
-        mask = np.zeros(len(log_probs), dtype=np.int8)
-        for start, end in sample["trained"]:
-            mask[start:end] = 1
+        tokens = read_tokens(sample)
         yield {
             "messages": json.dumps(rollout["messages"]),  # contents may be texts or lists, which a column may not mix
             **_about(rollout),
             "segment": sample["segment"],
-            "prompt_length": sample["prompt_length"],
-            "input_ids": ids.tolist(),
-            "loss_mask": mask.tolist(),
-            "log_probs": log_probs.tolist(),
+            "prompt_length": tokens.prompt_length,
+            "input_ids": tokens.ids.tolist(),
+            "loss_mask": tokens.mask.astype(int).tolist(),
+            "log_probs": tokens.engine.tolist(),
             "token_source": sample["token_source"],
             "tokens_left_out": sample["left_out"],
         }
@@ -155,8 +149,8 @@ def _groups(rollouts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any
     return list(groups.values())
 
 
-def _answers(messages: Messages, at: int) -> bool:
-    return 0 < at < len(messages) and messages[at].get("role") == "assistant"
+def _answers(messages: Messages, index: int) -> bool:
+    return 0 < index < len(messages) and messages[index].get("role") == "assistant"
 
 
 def _write_table(target: Path, rows: list[dict[str, Any]], to: Format) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import tyro
 
-from agl_slime.cli.start import WEIGHTS
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
-from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
 from agl_slime.report.rollouts import MOST_SAMPLES, mask_of
@@ -28,14 +27,13 @@ from agl_slime.tokens.tokenizer import has_chat_template, render_chat
 from agl_slime.tools.forensics.formulas import StepFlags
 from agl_slime.tools.forensics.gaps import (
     TOLERANCE,
-    Candidate,
     Cause,
     Diagnosis,
     KeptSample,
-    by_version,
     explain,
     mean_gap,
     read_kept,
+    split_by_version,
 )
 from agl_slime.tools.slime_dumps.runs import DumpedStep, SlimeRun, is_dump
 from agl_slime.types import Sample
@@ -48,7 +46,7 @@ _ENGINE_CAUSES = {
     "engine": "the engine's prefill is not what the model's own code computes",
     "decode": "sampling and prefill of the same engine differ",
 }
-_PARTS = {
+_DIFFERENCES = {
     "cache": "engine with the prefix cache - without",
     "batch": "engine in a batch - alone",
     "engine": "engine's prefill - model's own code in float32, temperature 1",
@@ -90,8 +88,8 @@ class Case:
     """Of this version."""
     sampling: Mapping[str, Any]
     """``temperature``, ``top_p`` and ``top_k``."""
-    others: Mapping[str, Path] = field(default_factory=dict)
-    """Weights of other versions, by a text that names each."""
+    other_weights: Mapping[str, Path] = field(default_factory=dict)
+    """Weights of other versions, keyed by description."""
     without_adapter: Path | None = None
     newest: Path | None = None
     """The run's newest weights, where these are others."""
@@ -100,17 +98,17 @@ class Case:
 
 
 def main(arguments: Sequence[str]) -> None:
-    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
-    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:at]))
-    diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[at + 1 :]))
+    separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:separator]))
+    diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[separator + 1 :]))
     print_line(diagnosis.sentence)
     print_line(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
-    for name, nats in diagnosis.parts.items():
-        print_line(f"  {nats:10.2g}  {_PARTS[name]}")
+    for name, nats in diagnosis.differences.items():
+        print_line(f"  {nats:10.2g}  {_DIFFERENCES[name]}")
     if diagnosis.causes:
         print_line("\nExplained by one cause alone, and left after it:")
         for cause in diagnosis.causes:
-            print_line(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
+            print_line(f"  {cause.nats:10.3g} {cause.unexplained:10.2g}  {cause.cause}: {cause.text}")
     if diagnosis.worst:
         print_line("\nWorst tokens (recorded, expected log-prob):")
         for token in diagnosis.worst:
@@ -124,7 +122,7 @@ async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> 
         raise ConfigError(f"--step, --model, --others and flags after -- are for slime's dumps, not {config.run_dir}")
     case = await (run_in_thread(_case_of_dump, config, slime_flags) if dumped else run_in_thread(_case_of_run, config))
     diagnosis = await run_in_thread(diagnose, case)
-    if any(one.images for one in case.samples) or (dumped and config.sglang_url is None):
+    if any(sample.images for sample in case.samples) or (dumped and config.sglang_url is None):
         return diagnosis, case
     async with AsyncExitStack() as stack:
         url = config.sglang_url
@@ -154,20 +152,20 @@ def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
         raise ConfigError(f"{config.run_dir} has slime's dumps: give --step, a rollout id, and --model, its checkpoint")
     flags, run = StepFlags.parse(slime_flags), SlimeRun(config.run_dir, config.model)
     step = run.step(config.step)
-    by: dict[str, dict[_Place, Sample]] = defaultdict(dict)
+    by_version: dict[str, dict[_Place, Sample]] = defaultdict(dict)
     for place, sample in _scored_samples(step):
         versions = {str(version) for version, *_ in sample.metadata.get("weight_spans", ())} or {
             *sample.weight_versions
         }
         if len(versions) <= 1:
-            by[next(iter(versions), "")][place] = sample
-    if not by:
+            by_version[next(iter(versions), "")][place] = sample
+    if not by_version:
         why = "no Sample of one weight version has rollout_log_probs and tokens to train on"
         raise ConfigError(f"--step {config.step}: {why}")
-    version = max(by, key=lambda version: len(by[version]))
-    places = random.Random(0).sample([*by[version]], min(config.samples, len(by[version])))
+    version = max(by_version, key=lambda version: len(by_version[version]))
+    places = random.Random(0).sample([*by_version[version]], min(config.samples, len(by_version[version])))
     return Case(
-        samples=[*_described(run, step, {place: by[version][place] for place in places}, version)],
+        samples=[*_described(run, step, {place: by_version[version][place] for place in places}, version)],
         version=version,
         weights=config.model,
         sampling={
@@ -175,7 +173,7 @@ def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
             "top_p": flags.rollout_top_p,
             "top_k": int(flags.rollout_top_k),
         },
-        others={f"the weights in {path}": path for path in config.others},
+        other_weights={f"the weights in {path}": path for path in config.others},
         recomputed=True,
     )
 
@@ -194,7 +192,7 @@ def _described(run: SlimeRun, step: DumpedStep, samples: dict[_Place, Sample], v
     for (rollout_id, number), sample in samples.items():
         line = lines[rollout_id]
         described = {**line["samples"][number], "weight_versions": [[version, 0, sample.response_length]]}
-        yield from by_version(
+        yield from split_by_version(
             described,
             rollout_id=rollout_id,
             iteration=step.number,
@@ -210,7 +208,7 @@ def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:
     weights: dict[str, Path] = {}
     if (model := (read_object(run.start) or {}).get("model")) and Path(model, "config.json").is_file():
         weights["0"] = Path(model)
-    for path in sorted((pushed or run.path / WEIGHTS).glob("v*")):
+    for path in sorted((pushed or run.weights).glob("v*")):
         if (path / "config.json").is_file():
             weights[str(int(path.name[1:]))] = path
     for checkpoint in read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else ():
@@ -223,14 +221,14 @@ def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int) -> tuple
     ``ConfigError`` without any."""
     if not run.rollouts.is_file():
         raise ConfigError(f"{run.path} has no kept rollouts; train with --keep-rollouts sampled or all")
-    kept = [*read_kept(run.rollouts)]
-    counts = Counter(sample.version for sample in kept if sample.version in weights)
+    kept_samples = [*read_kept(run.rollouts)]
+    counts = Counter(sample.version for sample in kept_samples if sample.version in weights)
     if not counts:
-        versions = ", ".join(sorted({sample.version for sample in kept})) or "none"
+        versions = ", ".join(sorted({sample.version for sample in kept_samples})) or "none"
         why = f"it has kept rollouts of versions {versions} and weights of {', '.join(weights) or 'none'}"
         raise ConfigError(f"{run.path}: {why}; train with a lower --save-interval or --keep-rollouts all")
     version = max(counts, key=lambda version: (min(counts[version], n), int(version) if version.isdecimal() else -1))
-    candidates = [sample for sample in kept if sample.version == version]
+    candidates = [sample for sample in kept_samples if sample.version == version]
     return random.Random(0).sample(candidates, min(n, len(candidates))), version
 
 
@@ -239,8 +237,8 @@ def case_of(
 ) -> Case:
     """The case of ``samples`` by a run's settings and the ``weights`` that it still has."""
     local = settings.get("local") or {}
-    lora, others = int(local.get("lora_rank") or 0) > 0, [other for other in weights if other != version]
-    others.sort(key=lambda other: abs(int(other) - int(version)))
+    lora, other_versions = int(local.get("lora_rank") or 0) > 0, [each for each in weights if each != version]
+    other_versions.sort(key=lambda each: abs(int(each) - int(version)))
     newest = max(weights, key=int)
     epochs = int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1)
     return Case(
@@ -248,7 +246,7 @@ def case_of(
         version=version,
         weights=weights[version],
         sampling={name: settings.get(name) for name in ("temperature", "top_p", "top_k")},
-        others={f"the weights of version {other}": weights[other] for other in others[:_MOST_OTHERS]},
+        other_weights={f"the weights of version {old}": weights[old] for old in other_versions[:_MOST_OTHERS]},
         without_adapter=weights.get("0") if lora and version != "0" else None,
         newest=weights[newest] if newest != version else None,
         recomputed=local.get("old_log_probs") == "recompute" or epochs == 1,
@@ -266,26 +264,24 @@ def diagnose(case: Case) -> Diagnosis:
         temperature=float(case.sampling.get("temperature") or 1.0),
         top_p=float(case.sampling.get("top_p") or 1.0),
         top_k=int(case.sampling.get("top_k") or -1),
-        others=case.others,
+        other_weights=case.other_weights,
         without_adapter=case.without_adapter,
         renderings=_renderings(tokenizer),
     )
     samples = case.samples
     recorded, trained = [sample.sampler for sample in samples], [sample.trainer for sample in samples]
     model = Counterfactuals(case.weights, samples, conditions=conditions, tokenizer=tokenizer)
-    parts = {"sampler": mean_gap(recorded, model.expected)}
+    differences = {"sampler": mean_gap(recorded, model.expected)}
     if case.recomputed:
-        parts["trainer"] = mean_gap(trained, model.expected)
+        differences["trainer"] = mean_gap(trained, model.expected)
     if case.newest is not None:
         now = Counterfactuals(case.newest, samples, conditions=conditions)
-        parts["weights"] = mean_gap(now.expected, model.expected)
-    if parts.get("trainer", 0.0) <= max(TOLERANCE, 2 * parts["sampler"]):
-        faults = (Candidate(*fault) for fault in model.faults(recorded))
-        return replace(explain(samples, recorded, model.expected, faults), parts=parts)
-    faults = (
-        Candidate(name, text.replace("the engine", "the trainer"), log) for name, text, log in model.faults(trained)
-    )
-    return replace(explain(samples, trained, model.expected, faults), of="trainer", parts=parts)
+        differences["weights"] = mean_gap(now.expected, model.expected)
+    if differences.get("trainer", 0.0) <= max(TOLERANCE, 2 * differences["sampler"]):
+        faults = model.faults(recorded)
+        return replace(explain(samples, recorded, model.expected, faults), differences=differences)
+    faults = (replace(fault, text=fault.text.replace("the engine", "the trainer")) for fault in model.faults(trained))
+    return replace(explain(samples, trained, model.expected, faults), subject="trainer", differences=differences)
 
 
 def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
@@ -298,9 +294,9 @@ def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], l
         # a dump may have a "prompt" that was rendered before
         if "assistant" not in roles or "prompt" in roles or (not system and "system" not in roles):
             return None
-        asked = [m for m in sample.messages[: roles.index("assistant")] if system or m.get("role") != "system"]
+        prompt = [m for m in sample.messages[: roles.index("assistant")] if system or m.get("role") != "system"]
         try:
-            return tokenizer.encode(render_chat(tokenizer, asked, generation_prompt=True), add_special_tokens=False)
+            return tokenizer.encode(render_chat(tokenizer, prompt, generation_prompt=True), add_special_tokens=False)
         except AglSlimeError:  # the template refuses these messages
             return None
 
@@ -322,12 +318,12 @@ class Measured:
     versions: frozenset[str]
     """The weight versions that the engine named."""
 
-    def parts(self, case: Case) -> dict[str, float]:
+    def differences(self, case: Case) -> dict[str, float]:
         """Mean differences in nats per token."""
-        parts = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
+        differences = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
         if is_plain(case.sampling):
-            parts["decode"] = mean_gap([sample.sampler for sample in case.samples], self.fresh)
-        return parts
+            differences["decode"] = mean_gap([sample.sampler for sample in case.samples], self.fresh)
+        return differences
 
 
 def is_plain(sampling: Mapping[str, Any]) -> bool:
@@ -337,20 +333,20 @@ def is_plain(sampling: Mapping[str, Any]) -> bool:
 
 async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measured:
     """Score ``samples``. Raises ``EngineError``."""
-    starts = [int(sample.places[0]) for sample in samples]
-    fresh = [await client.score_one(sample.ids.tolist(), 1) for sample in samples]
-    pairs = [*zip(samples, starts, strict=True)]
-    cached = [await client.score_one(one.ids.tolist(), start) for one, start in pairs]
-    batch = await client.score([ToScore(one.ids.tolist(), start) for one, start in pairs])
-    scored = [one for one in batch if isinstance(one, Scored)]
-    if failed := next((one for one in batch if not isinstance(one, Scored)), None):
-        raise failed
-    return Measured(
-        fresh=[_at(one, got, 1) for one, got in zip(samples, fresh, strict=True)],
-        cached=[_at(one, got, start) for (one, start), got in zip(pairs, cached, strict=True)],
-        batch=[_at(one, got, start) for (one, start), got in zip(pairs, scored, strict=True)],
-        versions=frozenset(one.version for one in (*fresh, *cached, *scored)),
-    )
+    versions = set[str]()
+
+    def log_probs(sample: KeptSample, answer: Scored | EngineError, start: int) -> np.ndarray:
+        if not isinstance(answer, Scored):
+            raise answer
+        versions.add(answer.version)
+        return answer.log_probs[sample.places - start]
+
+    columns = [(sample, sample.ids.tolist(), int(sample.places[0])) for sample in samples]
+    fresh = [log_probs(sample, await client.score_one(ids, 1), 1) for sample, ids, _ in columns]
+    cached = [log_probs(sample, await client.score_one(ids, start), start) for sample, ids, start in columns]
+    answers = await client.score([ToScore(ids, start) for _, ids, start in columns])
+    batch = [log_probs(sample, answer, start) for (sample, _, start), answer in zip(columns, answers, strict=True)]
+    return Measured(fresh=fresh, cached=cached, batch=batch, versions=frozenset(versions))
 
 
 def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnosis:
@@ -360,15 +356,11 @@ def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnos
     plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
     alone = [replace(sample, experts=None) for sample in case.samples]
     expected = Counterfactuals(case.weights, alone, conditions=plain).expected
-    parts = {**measured.parts(case), "engine": mean_gap(measured.fresh, expected)}
+    differences = {**measured.differences(case), "engine": mean_gap(measured.fresh, expected)}
     causes = [
-        Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
+        Cause(cause=name, text=text, nats=differences[name], unexplained=max(0.0, diagnosis.gap - differences[name]))
         for name, text in _ENGINE_CAUSES.items()
-        if parts.get(name, 0.0) > TOLERANCE and diagnosis.of == "sampler"
+        if differences.get(name, 0.0) > TOLERANCE and diagnosis.subject == "sampler"
     ]
     causes = [*diagnosis.causes, *causes] if diagnosis.first is not None else [*causes, *diagnosis.causes]
-    return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})
-
-
-def _at(sample: KeptSample, scored: Scored, start: int) -> np.ndarray:
-    return scored.log_probs[sample.places - start]
+    return replace(diagnosis, causes=causes, differences={**diagnosis.differences, **differences})

@@ -20,20 +20,20 @@ from torch import Tensor
 from agl_slime.engine.experts import routers_of
 from agl_slime.errors import TrainerError
 from agl_slime.tools.forensics.faults import (
-    Recorded,
+    Edited,
     end_marks,
     insert,
+    line_ends,
     position_faults,
     remove,
     thinking_blocks,
     with_prompt,
 )
+from agl_slime.tools.forensics.gaps import Candidate, KeptSample
 from agl_slime.train.local.loss import token_log_probs
 from agl_slime.train.local.model import force_experts, load_model
 
 Scores = list[NDArray[np.float32]]
-Fault = tuple[str, str, Scores]
-"""Its name, a clause that says it, and the log-probs of each sequence."""
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 _NUCLEI = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
@@ -45,9 +45,9 @@ _LIKELY = ("\n", " ", "\n\n")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pass:
-    """A forward pass: ``ids``, of which those at ``places`` are scored, the ``experts`` that the routers are made to
-    pick (a negative one, or ``None``, is the router's own choice), and images with M-RoPE's ``positions`` ``[rows,
+class _Inputs:
+    """Inputs of a forward pass: ``ids``, of which those at ``places`` are scored, the ``experts`` that the routers pick
+    (a negative one, or ``None``, is the router's own choice), and images with M-RoPE's ``positions`` ``[rows,
     len(ids)]`` (``None``: the model's own)."""
 
     ids: NDArray[np.int64]
@@ -56,55 +56,56 @@ class _Pass:
     images: Mapping[str, NDArray[Any]] | None = None
     positions: NDArray[np.int64] | None = None
 
-    def edited(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> _Pass:
+    def edited(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> _Inputs:
         """With other ids, which the model routes and places itself."""
-        return _Pass(ids=ids, places=places, images=self.images)
+        return _Inputs(ids=ids, places=places, images=self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What is known of the run: its sampling, the weights of other versions by a text that names each, those without
-    the adapter (of a run with LoRA), and prompts in other renderings by the fault's name and text."""
+    """The run's sampling; weights of other versions, keyed by description; of a run with LoRA, the weights without the
+    adapter; and prompts in other renderings by the fault's name and text."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    others: Mapping[str, Path] | None = None
+    other_weights: Mapping[str, Path] | None = None
     without_adapter: Path | None = None
-    renderings: Sequence[tuple[str, str, Callable[[Any], Sequence[int] | None]]] = ()
+    renderings: Sequence[tuple[str, str, Callable[[KeptSample], Sequence[int] | None]]] = ()
 
 
 class Counterfactuals:
-    """The model in ``directory``, which should have sampled the ``sequences``, and the faults that may have
+    """The model in ``directory``, which should have sampled the ``samples``, and the faults that may have
     happened."""
 
     def __init__(
         self,
         directory: Path,
-        sequences: Sequence[Recorded],
+        samples: Sequence[KeptSample],
         *,
         conditions: Conditions,
         tokenizer: Any = None,
     ) -> None:
         self._directory = directory
         self.model = self._load(directory)
-        self._sequences, self._conditions = sequences, conditions
+        self._samples, self._conditions = samples, conditions
         self._check()
         self._passes = [
-            _Pass(ids=one.ids, places=one.places, experts=one.experts, images=one.images or None) for one in sequences
+            _Inputs(ids=sample.ids, places=sample.places, experts=sample.experts, images=sample.images or None)
+            for sample in samples
         ]
         self._tokenizer = tokenizer
         try:
-            self.expected: Scores = self._by(self.model)
+            self.expected = self._score_all(self.model)
             """The log-probs as they should be."""
         except Exception as error:  # of the model's own code, which also raises StopIteration here
-            if not any(one.images for one in self._passes):
+            if not any(inputs.images for inputs in self._passes):
                 raise
             raise TrainerError(f"{directory} does not fit the images of the Samples: {error}") from error
 
-    def faults(self, recorded: Sequence[NDArray[Any]]) -> Iterator[Fault]:
+    def faults(self, recorded: Sequence[NDArray[Any]]) -> Iterator[Candidate]:
         """The faults, simplest first; each is computed when it is drawn. ``recorded`` are the log-probs to explain, by
-        which unknown positions are searched for."""
+        which unknown places are searched for."""
         yield from self._conventions()
         yield from self._routing()
         yield from self._image_positions()
@@ -117,53 +118,42 @@ class Counterfactuals:
         """Raise ``TrainerError`` for token ids or experts that the model does not have."""
         embedded = self.model.get_input_embeddings().weight.shape[0]
         experts = next((int(router.num_experts) for router in routers_of(self.model).values()), 0)
-        for one in self._sequences:
-            routed = int(one.experts.max()) if one.experts is not None and one.experts.size else -1
-            for highest, count, what in ((int(one.ids.max()), embedded, "token ids"), (routed, experts, "experts")):
+        for sample in self._samples:
+            routed = int(sample.experts.max()) if sample.experts is not None and sample.experts.size else -1
+            for highest, count, unit in ((int(sample.ids.max()), embedded, "token ids"), (routed, experts, "experts")):
                 if highest >= count:
-                    raise TrainerError(f"{self._directory} has {count} {what}, and a Sample has number {highest}")
+                    raise TrainerError(f"{self._directory} has {count} {unit}, and a Sample has number {highest}")
 
     # -- the sampling convention --------------------------------------------------------------------------------------
 
-    def _conventions(self) -> Iterator[Fault]:
-        of, limited = self._conditions, (self._conditions.top_p, self._conditions.top_k) != (1.0, -1)
-        ways = {
-            ("temperature", f"the log-probs are at temperature {t:g} and not {of.temperature:g}"): (
-                t,
-                of.top_p,
-                of.top_k,
-            )
-            for t in _TEMPERATURES
-            if t != of.temperature
-        }
-        if limited:
-            ways["nucleus", "the log-probs are of the whole vocabulary and not of the nucleus"] = (
-                of.temperature,
-                1.0,
-                -1,
-            )
+    def _conventions(self) -> Iterator[Candidate]:
+        usual, top_p, top_k = self._conditions.temperature, self._conditions.top_p, self._conditions.top_k
+        ways: dict[tuple[str, str], tuple[float, float, int]] = {}
+        for t in _TEMPERATURES:
+            if t != usual:
+                ways["temperature", f"the log-probs are at temperature {t:g} and not {usual:g}"] = (t, top_p, top_k)
+        if (top_p, top_k) != (1.0, -1):
+            ways["nucleus", "the log-probs are of the whole vocabulary and not of the nucleus"] = (usual, 1.0, -1)
         else:
             text = "the log-probs are of a nucleus with {} and not of the whole vocabulary"
-            for p in _NUCLEI:
-                ways["nucleus", text.format(f"top_p {p:g}")] = (of.temperature, p, -1)
-            for k in _TOP_KS:
-                ways["nucleus", text.format(f"top_k {k}")] = (of.temperature, 1.0, k)
+            ways |= {("nucleus", text.format(f"top_p {p:g}")): (usual, p, -1) for p in _NUCLEI}
+            ways |= {("nucleus", text.format(f"top_k {k}")): (usual, 1.0, k) for k in _TOP_KS}
         scores: dict[tuple[str, str], Scores] = {way: [] for way in ways}
-        for one in self._passes:
-            logits, targets = self._logits(one), self._targets(one)
-            for way, (temperature, top_p, top_k) in ways.items():
-                scores[way].append(_log_probs(logits, targets, temperature, top_p, top_k))
+        for inputs in self._passes:
+            logits, targets = self._logits(inputs), self._targets(inputs)
+            for way, sampling in ways.items():
+                scores[way].append(_log_probs(logits, targets, *sampling))
         for (name, text), values in scores.items():
-            yield name, text, values
-        for step, where in ((1, "the next"), (-1, "the last")):
+            yield Candidate(name, text, values)
+        for step, neighbour in ((1, "the next"), (-1, "the last")):
             shifted = [np.roll(values, -step) for values in self.expected]
-            yield "shift", f"each log-prob is of {where} token's place", shifted
+            yield Candidate("shift", f"each log-prob is of {neighbour} token's place", shifted)
 
     # -- routed experts -----------------------------------------------------------------------------------------------
 
-    def _routing(self) -> Iterator[Fault]:
+    def _routing(self) -> Iterator[Candidate]:
         """The engine used other experts than recorded."""
-        if all(one.experts is None for one in self._passes):
+        if all(inputs.experts is None for inputs in self._passes):
             return
         ways: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64] | None]] = {
             "the experts that are recorded for the token before": lambda experts: _moved(experts, 1, axis=0),
@@ -174,37 +164,37 @@ class Counterfactuals:
         }
         for text, change in ways.items():
             changed = [
-                one if one.experts is None else replace(one, experts=change(one.experts.astype(np.int64)))
-                for one in self._passes
+                inputs if inputs.experts is None else replace(inputs, experts=change(inputs.experts.astype(np.int64)))
+                for inputs in self._passes
             ]
-            yield "routing", f"the engine used {text}", [self._score(one) for one in changed]
+            yield Candidate("routing", f"the engine used {text}", [self._score(inputs) for inputs in changed])
 
     # -- images -------------------------------------------------------------------------------------------------------
 
-    def _image_positions(self) -> Iterator[Fault]:
+    def _image_positions(self) -> Iterator[Candidate]:
         """The engine had other positions in M-RoPE's rows, of time, height and width."""
-        positions = [self._positions(one) for one in self._passes]
+        positions = [self._positions(inputs) for inputs in self._passes]
         if all(rows is None for rows in positions):
             return
-        columns = [*zip(self._passes, self._sequences, positions, strict=True)]
+        columns = [*zip(self._passes, self._samples, positions, strict=True)]
         for text, change in position_faults():
             changed = [
-                one
+                inputs
                 if rows is None
-                else replace(one, positions=change(rows, self._kinds(one.ids) > 0, sequence.prompt_length))
-                for one, sequence, rows in columns
+                else replace(inputs, positions=change(rows, self._kinds(inputs.ids) > 0, sample.prompt_length))
+                for inputs, sample, rows in columns
             ]
-            yield "image_positions", f"the engine {text}", [self._score(one) for one in changed]
+            yield Candidate("image_positions", f"the engine {text}", [self._score(inputs) for inputs in changed])
 
-    def _positions(self, one: _Pass) -> NDArray[np.int64] | None:
+    def _positions(self, inputs: _Inputs) -> NDArray[np.int64] | None:
         """M-RoPE's rows as the model computes them; ``None`` for other models, and without images."""
         compute = getattr(self.model.base_model, "get_rope_index", None)
-        if compute is None or one.images is None:
+        if compute is None or inputs.images is None:
             return None
-        given = {"mm_token_type_ids": self._kinds(one.ids)[None], **one.images}
+        features = {"mm_token_type_ids": self._kinds(inputs.ids)[None], **inputs.images}
         names = inspect.signature(compute).parameters
-        inputs = {name: torch.from_numpy(value) for name, value in given.items() if name in names}
-        return compute(torch.from_numpy(one.ids)[None], **inputs)[0][:, 0].numpy()
+        tensors = {name: torch.from_numpy(value) for name, value in features.items() if name in names}
+        return compute(torch.from_numpy(inputs.ids)[None], **tensors)[0][:, 0].numpy()
 
     def _kinds(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """1 for the tokens of images, 2 for tokens of videos, 0 for text."""
@@ -213,97 +203,97 @@ class Counterfactuals:
             kinds[ids == getattr(self.model.config, name, None)] = kind
         return kinds
 
-    def _same_images(self, some: NDArray[np.int64], others: NDArray[np.int64]) -> bool:
+    def _same_images(self, ids: NDArray[np.int64], edited: NDArray[np.int64]) -> bool:
         """Whether both have the tokens of the same images, image by image."""
-        edges = [np.flatnonzero(np.diff(self._kinds(ids), prepend=0, append=0)) for ids in (some, others)]
+        edges = [np.flatnonzero(np.diff(self._kinds(ids), prepend=0, append=0)) for ids in (ids, edited)]
         ours, theirs = (np.diff(each.reshape(-1, 2)) for each in edges)
         return np.array_equal(ours, theirs)
 
     # -- token ids ----------------------------------------------------------------------------------------------------
 
-    def _token_faults(self) -> Iterator[Fault]:
+    def _token_faults(self) -> Iterator[Candidate]:
         ends, begin = self._end_ids(), getattr(self._tokenizer, "bos_token_id", None)
-        begins = {int(one.ids[0]) for one in self._sequences}
+        begins = {int(sample.ids[0]) for sample in self._samples}
         first = begin if begin is not None else begins.pop() if len(begins) == 1 else None
         if first is not None:
             text = "the engine was asked with a second first token (a double BOS)"
             if begin is not None and begins != {begin}:
                 text = "the engine was asked with a BOS token that the records lack"
-            yield "double_bos", text, self._inserted(lambda _: 0, int(first))
-            yield "missing_bos", "the engine was asked without the first token", self._without(lambda one: [0])
+            yield Candidate("double_bos", text, self._inserted(lambda _: 0, int(first)))
+            yield Candidate("missing_bos", "the engine was asked without the first token", self._without(lambda _: [0]))
         text = "the engine was asked without the end marks of earlier messages"
-        yield "end_mark", text, self._without(lambda one: end_marks(one, ends, after=False))
+        yield Candidate("end_mark", text, self._without(lambda sample: end_marks(sample, ends)))
         text = "the engine was asked without the line ends after earlier messages"
-        yield "newline", text, self._without(lambda one: end_marks(one, ends, after=True))
+        yield Candidate("newline", text, self._without(lambda sample: line_ends(sample, ends)))
         if (thinking := self._thinking()) is not None:
             text = "the engine was asked without the thinking of earlier turns"
-            yield "thinking", text, self._without(lambda one: thinking_blocks(one, *thinking))
+            yield Candidate("thinking", text, self._without(lambda sample: thinking_blocks(sample, *thinking)))
         for name, text, render in self._conditions.renderings:
-            rendered = [render(one) for one in self._sequences]
+            rendered = [render(sample) for sample in self._samples]
             if any(ids is not None for ids in rendered):
-                yield name, text, self._edited(lambda one, n, rendered=rendered: with_prompt(one, rendered[n]))
+                edited = self._edited(lambda sample, n, rendered=rendered: with_prompt(sample, rendered[n]))
+                yield Candidate(name, text, edited)
 
-    def _single_tokens(self, records: Sequence[NDArray[Any]]) -> Iterator[Fault]:
+    def _single_tokens(self, records: Sequence[NDArray[Any]]) -> Iterator[Candidate]:
         """One token more or less at an unknown place, which is searched for in the sequence with the largest gap."""
         gaps = [_mean(np.abs(a - b)) for a, b in zip(records, self.expected, strict=True)]
         worst = int(np.argmax(gaps))
-        one, recorded, expected = self._sequences[worst], records[worst], self.expected[worst]
+        sample, recorded, expected = self._samples[worst], records[worst], self.expected[worst]
         wrong = np.flatnonzero(np.abs(recorded - expected) > max(1e-3, gaps[worst] / 10))
-        end = int(one.places[wrong[0]]) if len(wrong) else one.prompt_length
-        sampled = {*one.places.tolist()}
-        written = {*np.flatnonzero(self._kinds(one.ids) == 0).tolist()}
+        end = int(sample.places[wrong[0]]) if len(wrong) else sample.prompt_length
+        sampled = {*sample.places.tolist()}
+        written = {*np.flatnonzero(self._kinds(sample.ids) == 0).tolist()}
         free = [place for place in range(end) if place in written - sampled][-_MOST_POSITIONS:]
 
-        def left(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
+        def gap_after_edit(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
             return _mean(np.abs(self._score(self._passes[worst].edited(ids, places)) - recorded))
 
-        def clauses(place: int) -> Iterator[tuple[str, Callable[[Recorded], int]]]:
+        def clauses(place: int) -> Iterator[tuple[str, Callable[[KeptSample], int]]]:
             yield f"{place} from the start", lambda _: place
-            back = one.prompt_length - place
-            yield f"{back} before the answer", lambda other: other.prompt_length - back
+            back = sample.prompt_length - place
+            yield f"{back} before the answer", lambda sample: sample.prompt_length - back
 
         if free:
-            place = min(free, key=lambda place: left(*remove(one, [place])[:2]))
-            for where, at in clauses(place):
-                text = f"the engine was asked without the token at place {where}"
-                yield "token_removed", text, self._without(lambda other, at=at: [at(other)])
+            place = min(free, key=lambda place: gap_after_edit(*remove(sample, [place])[:2]))
+            for where_text, find_place in clauses(place):
+                text = f"the engine was asked without the token at place {where_text}"
+                removed = self._without(lambda sample, find_place=find_place: [find_place(sample)])
+                yield Candidate("token_removed", text, removed)
         special = {*getattr(self._tokenizer, "get_added_vocab", dict)().values()}
-        edges = {0, min(one.prompt_length, end)}
-        edges |= {p + d for p in free if int(one.ids[p]) in special for d in range(4) if p + d <= end}
+        edges = {0, min(sample.prompt_length, end)}
+        edges |= {p + d for p in free if int(sample.ids[p]) in special for d in range(4) if p + d <= end}
         edges = {place for place in edges if {place - 1, place} & written}  # not within an image
         added = [(place, token) for place in sorted(edges)[-_MOST_POSITIONS // 4 :] for token in self._likely()]
         if added:
-            place, token = min(added, key=lambda pair: left(*insert(one, *pair)))
+            place, token = min(added, key=lambda pair: gap_after_edit(*insert(sample, *pair)[:2]))
             piece = self._tokenizer.decode([token])
-            for where, at in clauses(place):
-                text = f"the engine was asked with a further token {piece!r} at place {where}"
-                yield "token_inserted", text, self._inserted(at, token)
+            for where_text, find_place in clauses(place):
+                text = f"the engine was asked with a further token {piece!r} at place {where_text}"
+                yield Candidate("token_inserted", text, self._inserted(find_place, token))
 
-    def _inserted(self, place: Callable[[Recorded], int], token: int) -> Scores:
-        return self._edited(lambda one, _: (*insert(one, place(one), token), None))
+    def _inserted(self, place: Callable[[KeptSample], int], token: int) -> Scores:
+        return self._edited(lambda sample, _: insert(sample, place(sample), token))
 
-    def _without(self, places: Callable[[Recorded], Sequence[int]]) -> Scores:
-        return self._edited(lambda one, _: remove(one, places(one)))
+    def _without(self, places: Callable[[KeptSample], Sequence[int]]) -> Scores:
+        return self._edited(lambda sample, _: remove(sample, places(sample)))
 
-    def _edited(self, edit: Callable[[Recorded, int], Any]) -> Scores:
-        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all). An edit
-        that changes the tokens of images is none."""
+    def _edited(self, edit: Callable[[KeptSample, int], Edited]) -> Scores:
+        """The scores of edited Samples. An edit that changes the tokens of images is none."""
         scores: Scores = []
-        for number, (one, expected) in enumerate(zip(self._sequences, self.expected, strict=True)):
-            ids, places, left = edit(one, number)
-            if np.array_equal(ids, one.ids) or not self._same_images(ids, one.ids):
+        for number, (sample, expected) in enumerate(zip(self._samples, self.expected, strict=True)):
+            ids, places, remaining = edit(sample, number)
+            if np.array_equal(ids, sample.ids) or not self._same_images(ids, sample.ids):
                 scores.append(expected)
                 continue
             values = expected.copy()
-            values[slice(None) if left is None else left] = self._score(self._passes[number].edited(ids, places))
+            values[remaining] = self._score(self._passes[number].edited(ids, places))
             scores.append(values)
         return scores
 
     def _end_ids(self) -> set[int]:
         config = getattr(self.model.generation_config, "eos_token_id", None) or self.model.config.eos_token_id
         ids = config if isinstance(config, (list, tuple)) else [config]
-        of_tokenizer = getattr(self._tokenizer, "eos_token_id", None)
-        return {int(i) for i in (*ids, of_tokenizer) if i is not None}
+        return {int(i) for i in (*ids, getattr(self._tokenizer, "eos_token_id", None)) if i is not None}
 
     def _thinking(self) -> tuple[int, int] | None:
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}
@@ -321,49 +311,48 @@ class Counterfactuals:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _weight_faults(self) -> Iterator[Fault]:
+    def _weight_faults(self) -> Iterator[Candidate]:
         if (base := self._conditions.without_adapter) is not None:
-            yield "adapter", "the engine had the base model without the adapter", self._by(self._load(base))
-        for name, directory in (self._conditions.others or {}).items():
-            other = self._load(directory)
-            yield "late_weights", f"the engine had {name}", self._by(other)
-            yield (
-                "stale_cache",
-                f"the prompt's KV cache was of {name}",
-                [self._score_with_prefix(*pair, other) for pair in zip(self._passes, self._sequences, strict=True)],
+            yield Candidate(
+                "adapter", "the engine had the base model without the adapter", self._score_all(self._load(base))
             )
-            yield from self._partial(name, other)
+        for name, directory in (self._conditions.other_weights or {}).items():
+            stale = self._load(directory)
+            yield Candidate("late_weights", f"the engine had {name}", self._score_all(stale))
+            scores = [self._score_with_prefix(*pair, stale) for pair in zip(self._passes, self._samples, strict=True)]
+            yield Candidate("stale_cache", f"the prompt's KV cache was of {name}", scores)
+            yield from self._partial(name, stale)
 
-    def _partial(self, name: str, other: Any) -> Iterator[Fault]:
+    def _partial(self, name: str, stale: Any) -> Iterator[Candidate]:
         """One group of weights (a layer, the embedding, ...) is of the other version."""
-        mine, theirs = self.model.state_dict(), other.state_dict()
+        mine, theirs = self.model.state_dict(), stale.state_dict()
         groups: dict[str, list[str]] = {}
         for key in mine:
             if key in theirs and not torch.equal(mine[key], theirs[key]):
                 groups.setdefault(_group(key), []).append(key)
         for group, keys in groups.items() if len(groups) > 1 else ():
-            kept = {key: mine[key].clone() for key in keys}
+            saved = {key: mine[key].clone() for key in keys}
             with torch.no_grad():
                 for key in keys:
                     mine[key].copy_(theirs[key])
-                scores = self._by(self.model)
+                scores = self._score_all(self.model)
                 for key in keys:
-                    mine[key].copy_(kept[key])
-            yield "partial_weights", f"the weights of {group} were still as in {name}", scores
+                    mine[key].copy_(saved[key])
+            yield Candidate("partial_weights", f"the weights of {group} were still as in {name}", scores)
 
     # -- arithmetic ---------------------------------------------------------------------------------------------------
 
-    def _arithmetic(self) -> Iterator[Fault]:
+    def _arithmetic(self) -> Iterator[Candidate]:
         scores = []
-        for one in self._passes:
-            output = self._forward(one, self.model, self.model.base_model)
-            hidden = output.last_hidden_state[0, torch.from_numpy(one.places - 1)]
+        for inputs in self._passes:
+            output = self._forward(inputs, self.model, self.model.base_model)
+            hidden = output.last_hidden_state[0, torch.from_numpy(inputs.places - 1)]
             head = self.model.get_output_embeddings().weight
             logits = hidden.bfloat16() @ head.bfloat16().t()
-            scores.append(self._log_probs(logits.float(), one))
-        yield "bf16_head", "the output layer computed in bfloat16", scores
+            scores.append(self._log_probs(logits.float(), inputs))
+        yield Candidate("bf16_head", "the output layer computed in bfloat16", scores)
         low = self._load(self._directory).bfloat16()
-        yield "bf16", "the engine computed in bfloat16", self._by(low)
+        yield Candidate("bf16", "the engine computed in bfloat16", self._score_all(low))
         del low
         rope = dict(getattr(self.model.config.get_text_config(), "rope_parameters", None) or {})
         if "rope_theta" not in rope:
@@ -376,59 +365,62 @@ class Counterfactuals:
                 continue
             config = copy.deepcopy(self.model.config)
             config.get_text_config().rope_parameters = variant
-            other = type(self.model)(config).eval()
-            other.load_state_dict(self.model.state_dict(), strict=False)
-            shown = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
-            yield "rope", f"the engine had other rotary embeddings ({shown or 'no scaling'})", self._by(other)
+            scaled = type(self.model)(config).eval()
+            scaled.load_state_dict(self.model.state_dict(), strict=False)
+            changes = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
+            text = f"the engine had other rotary embeddings ({changes or 'no scaling'})"
+            yield Candidate("rope", text, self._score_all(scaled))
 
     # -- forward passes -----------------------------------------------------------------------------------------------
 
     def _load(self, directory: Path) -> Any:
         return load_model(directory, device=torch.device("cpu"), images=True).requires_grad_(False)
 
-    def _by(self, model: Any) -> Scores:
-        return [self._score(one, model) for one in self._passes]
+    def _score_all(self, model: Any) -> Scores:
+        return [self._score(inputs, model) for inputs in self._passes]
 
-    def _score(self, one: _Pass, model: Any = None) -> NDArray[np.float32]:
-        return self._log_probs(self._logits(one, model), one)
+    def _score(self, inputs: _Inputs, model: Any = None) -> NDArray[np.float32]:
+        return self._log_probs(self._logits(inputs, model), inputs)
 
-    def _log_probs(self, logits: Tensor, one: _Pass) -> NDArray[np.float32]:
-        of = self._conditions
-        return _log_probs(logits, self._targets(one), of.temperature, of.top_p, of.top_k)
+    def _log_probs(self, logits: Tensor, inputs: _Inputs) -> NDArray[np.float32]:
+        conditions = self._conditions
+        return _log_probs(logits, self._targets(inputs), conditions.temperature, conditions.top_p, conditions.top_k)
 
-    def _targets(self, one: _Pass) -> Tensor:
-        return torch.from_numpy(one.ids[one.places])
+    def _targets(self, inputs: _Inputs) -> Tensor:
+        return torch.from_numpy(inputs.ids[inputs.places])
 
-    def _logits(self, one: _Pass, model: Any = None) -> Tensor:
-        logits = self._forward(one, model or self.model).logits
-        return logits[0, torch.from_numpy(one.places - 1)].float()
+    def _logits(self, inputs: _Inputs, model: Any = None) -> Tensor:
+        logits = self._forward(inputs, model or self.model).logits
+        return logits[0, torch.from_numpy(inputs.places - 1)].float()
 
     @torch.no_grad()
-    def _forward(self, one: _Pass, model: Any, body: Any = None, *, start: int = 0, end: int = 0, **cache: Any) -> Any:
+    def _forward(
+        self, inputs: _Inputs, model: Any, body: Any = None, *, start: int = 0, end: int = 0, **cache: Any
+    ) -> Any:
         """The output of ``model``, or its ``body``, for the ids from ``start`` to ``end``, by default to the last
         scored one, or to the last of images."""
-        part = slice(start, end or (int(one.places[-1]) if one.images is None else len(one.ids)))
-        inputs = {"input_ids": one.ids[None, part]}
-        if one.images is not None and start == 0:
-            inputs |= one.images
+        part = slice(start, end or (int(inputs.places[-1]) if inputs.images is None else len(inputs.ids)))
+        arguments = {"input_ids": inputs.ids[None, part]}
+        if inputs.images is not None and start == 0:
+            arguments |= inputs.images
             if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-                inputs["mm_token_type_ids"] = self._kinds(one.ids)[None, part]
-        if (positions := self._positions(one) if one.positions is None else one.positions) is not None:
-            inputs["position_ids"] = positions[:, None, part]
-        tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+                arguments["mm_token_type_ids"] = self._kinds(inputs.ids)[None, part]
+        if (positions := self._positions(inputs) if inputs.positions is None else inputs.positions) is not None:
+            arguments["position_ids"] = positions[:, None, part]
+        tensors = {name: torch.from_numpy(value) for name, value in arguments.items()}
         tensors = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        experts = None if one.experts is None else torch.from_numpy(one.experts[part].astype(np.int64))
+        experts = None if inputs.experts is None else torch.from_numpy(inputs.experts[part].astype(np.int64))
         force_experts(model, experts)
         return (body or model)(**tensors, **{"use_cache": False, **cache})
 
-    def _score_with_prefix(self, one: _Pass, sequence: Recorded, other: Any) -> NDArray[np.float32]:
-        """With the KV cache of all but the prompt's last token computed by ``other``."""
-        split = sequence.prompt_length - 1
-        if split < 1 or not self._same_images(one.ids[:split], one.ids):  # images of later turns
-            return self._score(one)
-        cache = self._forward(one, other, end=split, use_cache=True).past_key_values
-        logits = self._forward(one, self.model, start=split, past_key_values=cache, use_cache=True).logits
-        return self._log_probs(logits[0, torch.from_numpy(one.places - 1 - split)].float(), one)
+    def _score_with_prefix(self, inputs: _Inputs, sample: KeptSample, stale: Any) -> NDArray[np.float32]:
+        """With the KV cache of all but the prompt's last token computed by ``stale``."""
+        split = sample.prompt_length - 1
+        if split < 1 or not self._same_images(inputs.ids[:split], inputs.ids):  # images of later turns
+            return self._score(inputs)
+        cache = self._forward(inputs, stale, end=split, use_cache=True).past_key_values
+        logits = self._forward(inputs, self.model, start=split, past_key_values=cache, use_cache=True).logits
+        return self._log_probs(logits[0, torch.from_numpy(inputs.places - 1 - split)].float(), inputs)
 
 
 def _log_probs(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int) -> NDArray[np.float32]:
@@ -459,6 +451,10 @@ def _mean(values: NDArray[Any]) -> float:
 
 def _group(key: str) -> str:
     """``model.layers.3.mlp.up_proj.weight`` is of ``layers.3``."""
-    parts = key.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return ".".join(parts[max(0, at - 1) : at + 1]) if at is not None else ".".join(parts[-2:-1] or parts)
+    words = key.split(".")
+    layer_index = next((i for i, part in enumerate(words) if part.isdecimal()), None)
+    return (
+        ".".join(words[max(0, layer_index - 1) : layer_index + 1])
+        if layer_index is not None
+        else ".".join(words[-2:-1] or words)
+    )

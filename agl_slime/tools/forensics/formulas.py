@@ -7,13 +7,14 @@ import argparse
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.data.normalize import normalize_rewards
 from agl_slime.errors import ConfigError, RewardError
+from agl_slime.tools.slime_dumps.files import TrainedRow
 
 Floats = NDArray[Any]
 _EPS, _WHITENING_EPS = 1e-6, 1e-8  # slime's
@@ -53,10 +54,10 @@ class StepFlags:
     rollout_top_k: float = -1
     lr: float = 1e-6
     clip_grad: float = 1.0
-    given: bool = False
-    """Whether any flag was given."""
+    specified: bool = False
+    """Whether any flag is."""
     left_out: tuple[str, ...] = ()
-    """Given flags whose effect is not computed."""
+    """Flags whose effect is not computed."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> StepFlags:
@@ -65,7 +66,7 @@ class StepFlags:
         parser = _Parser(add_help=False, allow_abbrev=False)
         for each in fields(cls):
             flag = f"--{each.name.replace('_', '-')}"
-            if each.name in ("given", "left_out"):
+            if each.name in ("specified", "left_out"):
                 continue
             if each.name in ("rewards_normalization", "grpo_std_normalization"):
                 parser.add_argument(f"--disable-{flag[2:]}", dest=each.name, action="store_false", default=True)
@@ -75,7 +76,7 @@ class StepFlags:
                 parser.add_argument(flag, type=str if isinstance(each.default, str) else float, default=each.default)
         read, _ = parser.parse_known_args(list(words))
         named = tuple(word for word in words if word.partition("=")[0] in _LEFT_OUT)
-        return cls(**vars(read), given=bool(words), left_out=named)
+        return cls(**vars(read), specified=bool(words), left_out=named)
 
     @property
     def custom_tis(self) -> str:
@@ -107,9 +108,9 @@ class RewardRule:
     def __str__(self) -> str:
         if self.groups == "none":
             return "rewards as they are"
-        of = {"place": f"groups of {self.size} by place", "batch": "the whole batch as one group"}
-        what = "minus the mean, over the standard deviation" if self.std else "minus the mean"
-        return f"{what}, of {of.get(self.groups, 'prompt groups, each rollout once')}"
+        scope = {"place": f"groups of {self.size} by place", "batch": "the whole batch as one group"}
+        transformation = "minus the mean, over the standard deviation" if self.std else "minus the mean"
+        return f"{transformation}, of {scope.get(self.groups, 'prompt groups, each rollout once')}"
 
     def apply(
         self,
@@ -124,14 +125,14 @@ class RewardRule:
         once."""
         places = [place for place, used in enumerate(use) if used]
         normalized = [0.0] * len(rewards)
-        of_used = [rewards[place] for place in places]
+        used_rewards = [rewards[place] for place in places]
         if self.groups == "prompt":
             groups, members = ([column[place] for place in places] for column in (prompts, rollouts))
-            of_used = normalize_rewards(of_used, group_indices=groups, rollout_ids=members, std=self.std)
+            used_rewards = normalize_rewards(used_rewards, group_indices=groups, rollout_ids=members, std=self.std)
         elif self.groups != "none":
             size = self.size if self.groups == "place" else len(rewards)
-            of_used = _normalize(of_used, [place // size for place in places], std=self.std)
-        for place, value in zip(places, of_used, strict=True):
+            used_rewards = _normalize(used_rewards, [place // size for place in places], std=self.std)
+        for place, value in zip(places, used_rewards, strict=True):
             normalized[place] = value
         return normalized
 
@@ -158,18 +159,18 @@ def _normalize(rewards: Sequence[float], groups: Sequence[int], *, std: bool) ->
 
 
 def reward_rules(flags: StepFlags, prompts: Sequence[Hashable]) -> Iterator[RewardRule]:
-    """The rules that a run with ``flags`` may have, the likeliest first; all without given flags."""
-    if flags.given and not (flags.rewards_normalization and flags.advantage_estimator in _WITH_BASELINE):
+    """The rules that a run with ``flags`` may have, the likeliest first; all where no flag is specified."""
+    if flags.specified and not (flags.rewards_normalization and flags.advantage_estimator in _WITH_BASELINE):
         yield RewardRule(groups="none")
         return
     std = flags.grpo_std_normalization and flags.advantage_estimator in _GROUP_RELATIVE
     size, rest = divmod(len(prompts), len(set(prompts)))
-    for with_std in (std,) if flags.given else (True, False):
+    for with_std in (std,) if flags.specified else (True, False):
         if not rest:
             yield RewardRule(groups="place", std=with_std, size=size)
         yield RewardRule(groups="batch", std=with_std)
         yield RewardRule(groups="prompt", std=with_std)
-    if not flags.given:
+    if not flags.specified:
         yield RewardRule(groups="none")
 
 
@@ -191,30 +192,13 @@ def find_rule(
 
 def difference(ours: Any, recorded: Any) -> float:
     """The largest difference of two arrays; NaN equals NaN and differs from any number by infinity."""
-    one, other = (np.asarray(values, dtype="f8") for values in (ours, recorded))
-    if not len(one):
+    first, second = (np.asarray(values, dtype="f8") for values in (ours, recorded))
+    if not len(first):
         return 0.0
     with np.errstate(invalid="ignore"):
-        apart = np.where(one == other, 0.0, np.abs(one - other))
-    apart[np.isnan(one) & np.isnan(other)] = 0.0
+        apart = np.where(first == second, 0.0, np.abs(first - second))
+    apart[np.isnan(first) & np.isnan(second)] = 0.0
     return float(np.nan_to_num(apart, nan=np.inf).max())
-
-
-class Row(Protocol):
-    """The figures of a Sample that advantages need, one per response token; ``None``: unknown."""
-
-    @property
-    def mask(self) -> Floats: ...
-    @property
-    def engine(self) -> Floats | None: ...
-    @property
-    def log_probs(self) -> Floats | None: ...
-    @property
-    def ref_log_probs(self) -> Floats | None: ...
-    @property
-    def teacher_log_probs(self) -> Floats | None: ...
-    @property
-    def values(self) -> Floats | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +210,7 @@ class TokenAdvantages:
     kl: Floats
 
 
-def unknown_figures(rows: Sequence[Row], flags: StepFlags) -> list[str]:
+def unknown_figures(rows: Sequence[TrainedRow], flags: StepFlags) -> list[str]:
     """The columns that advantages by ``flags`` need and some row lacks."""
     shaped = flags.kl_coef != 0 or flags.use_opd
     needed = {
@@ -238,19 +222,19 @@ def unknown_figures(rows: Sequence[Row], flags: StepFlags) -> list[str]:
     return [name for name, used in needed.items() if used and any(getattr(row, name) is None for row in rows)]
 
 
-def token_advantages(rewards: Sequence[float], rows: Sequence[Row], flags: StepFlags) -> list[TokenAdvantages]:
+def token_advantages(rewards: Sequence[float], rows: Sequence[TrainedRow], flags: StepFlags) -> list[TokenAdvantages]:
     """The advantages of Samples with these normalised ``rewards``: group-relative (the reward at each token), of a
     critic (generalised advantage estimation, arXiv:1506.02438), or REINFORCE++'s (arXiv:2501.03262); with the KL term
     ``kl_coef`` in the reward, on-policy distillation, and whitening over the batch where the flags say so. No column
     of ``unknown_figures`` may be missing."""
-    parts = [_of_sample(reward, row, flags) for reward, row in zip(rewards, rows, strict=True)]
+    advantages = [_of_sample(reward, row, flags) for reward, row in zip(rewards, rows, strict=True)]
     if not flags.normalize_advantages:
-        return parts
-    used = np.concatenate([part.advantages[row.mask] for part, row in zip(parts, rows, strict=True)])
+        return advantages
+    used = np.concatenate([figures.advantages[row.mask] for figures, row in zip(advantages, rows, strict=True)])
     mean, spread = used.mean(), np.sqrt(used.var(ddof=1 if len(used) > 1 else 0) + _WHITENING_EPS)
     return [
-        TokenAdvantages(advantages=(part.advantages - mean) / spread, returns=part.returns, kl=part.kl)
-        for part in parts
+        TokenAdvantages(advantages=(figures.advantages - mean) / spread, returns=figures.returns, kl=figures.kl)
+        for figures in advantages
     ]
 
 
@@ -270,7 +254,7 @@ def _policy(flags: StepFlags) -> str:
     return "engine" if flags.use_rollout_logprobs else "log_probs"
 
 
-def _of_sample(reward: float, row: Row, flags: StepFlags) -> TokenAdvantages:
+def _of_sample(reward: float, row: TrainedRow, flags: StepFlags) -> TokenAdvantages:
     zeros, policy = np.zeros(len(row.mask)), getattr(row, _policy(flags))
     kl = approximate_kl(policy, row.ref_log_probs, flags.kl_loss_type) if flags.kl_coef else zeros  # type: ignore[arg-type]
     if flags.advantage_estimator == "ppo":
@@ -293,9 +277,9 @@ def _of_sample(reward: float, row: Row, flags: StepFlags) -> TokenAdvantages:
 
 def _discounted(rewards: Floats, values: Floats, gamma: float, lambd: float) -> Floats:
     """Generalised advantages; without values and with ``lambd`` 1 they are discounted returns."""
-    result, after = np.zeros(len(rewards)), 0.0
+    result, discounted = np.zeros(len(rewards)), 0.0
     following = np.append(values[1:], 0.0)
     for place in range(len(rewards) - 1, -1, -1):
-        after = rewards[place] + gamma * following[place] - values[place] + gamma * lambd * after
-        result[place] = after
+        discounted = rewards[place] + gamma * following[place] - values[place] + gamma * lambd * discounted
+        result[place] = discounted
     return result

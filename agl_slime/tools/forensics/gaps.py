@@ -6,7 +6,6 @@ computes them); the first cause is the candidate that leaves least of the gap.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.report.files import iter_jsonl
+from agl_slime.report.rollouts import read_tokens
 
 TOLERANCE = 1e-3
 """Nats per token, on average; a smaller gap is float32 arithmetic in another order."""
@@ -53,39 +53,31 @@ def read_kept(path: Path) -> Iterator[KeptSample]:
     for line in iter_jsonl(path):
         head: Any = {"rollout_id": str(line["rollout_id"]), "iteration": int(line["iteration"])}
         for sample in line.get("samples") or ():
-            yield from by_version(sample, **head, messages=line.get("messages") or ())
+            yield from split_by_version(sample, **head, messages=line.get("messages") or ())
 
 
-def by_version(sample: Mapping[str, Any], **head: Any) -> Iterator[KeptSample]:
+def split_by_version(sample: Mapping[str, Any], **head: Any) -> Iterator[KeptSample]:
     """A described Sample (``report.rollouts.describe_tokens``) by weight version; nothing without the engine's tokens.
     ``head`` are the other fields."""
     if sample.get("token_source") != "engine" or sample.get("left_out"):
         return
-    ids, start = unpack(sample["tokens"], "<i4").astype(np.int64), int(sample["prompt_length"])
-    mask = np.zeros(len(ids) - start, dtype=bool)
-    for first, end in sample["trained"]:
-        mask[first:end] = True
-    sampler, trainer = unpack(sample["engine_log_probs"]), unpack(sample["trainer_log_probs"])
+    ids, start, mask, sampler, trainer = read_tokens(sample)
     of_version: dict[str, NDArray[np.bool_]] = {}
     for version, first, end in sample.get("weight_versions") or ():
         of_version.setdefault(str(version), np.zeros_like(mask))[first:end] = True
     for version, sampled in of_version.items():
-        at = np.flatnonzero(mask & sampled & np.isfinite(sampler))
-        if len(at):
+        scored = np.flatnonzero(mask & sampled & np.isfinite(sampler))
+        if len(scored):
             yield KeptSample(
                 version=version,
-                ids=ids,
+                ids=ids.astype(np.int64),
                 prompt_length=start,
-                places=start + at,
-                sampler=sampler[at],
-                trainer=trainer[at],
+                places=start + scored,
+                sampler=sampler[scored],
+                trainer=trainer[scored],
                 pieces=sample.get("pieces") or (),
                 **head,
             )
-
-
-def unpack(text: str, kind: str = "<f4") -> NDArray[Any]:
-    return np.frombuffer(base64.b64decode(text), kind)
 
 
 @dataclass(frozen=True)
@@ -99,12 +91,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A candidate and what it explains: ``nats`` per token of the gap, and ``left`` after it."""
+    """A candidate, the ``nats`` per token of the gap that it explains, and ``unexplained`` after it."""
 
     cause: str
     text: str
     nats: float
-    left: float
+    unexplained: float
 
 
 @dataclass(frozen=True)
@@ -129,20 +121,20 @@ def token_gaps(rollout_id: str, pieces: Sequence[Any], places: NDArray[Any], *co
     are known."""
     texts = {place: str(pieces[place]) if place < len(pieces) else "" for place in places.tolist()}
     rows = zip(places.tolist(), *(column.tolist() for column in columns), strict=True)
-    return [TokenGap(rollout_id, place, texts[place], (one, other)) for place, one, other in rows]
+    return [TokenGap(rollout_id, place, texts[place], (first, second)) for place, first, second in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The gap of ``tokens`` tokens in nats per token, between the model and the log-probs of sampler or trainer
-    (``of``), its causes, the best explanation first, and the worst tokens."""
+    (``subject``), its causes, the best explanation first, and the worst tokens."""
 
     gap: float
     tokens: int
-    of: Literal["sampler", "trainer"] = "sampler"
+    subject: Literal["sampler", "trainer"] = "sampler"
     causes: Sequence[Cause] = ()
     worst: Sequence[TokenGap] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
+    differences: Mapping[str, float] = field(default_factory=dict)
     """Mean differences between pairs of measurements, in nats per token."""
 
     @property
@@ -154,7 +146,7 @@ class Diagnosis:
     @property
     def sentence(self) -> str:
         if self.gap <= TOLERANCE:
-            agree = f"{self.of} and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
+            agree = f"{self.subject} and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
             if (first := self.first) is None:
                 return agree.capitalize()
             return f"{first.cause}: {first.text} ({first.nats:.3g} nats per token), and yet {agree}"
@@ -162,9 +154,9 @@ class Diagnosis:
         if (first := self.first) is None:
             rounding = f"; rounding to bfloat16 alone gives up to {BFLOAT16_TOLERANCE:g}"
             causes = f"no known cause explains half of it{rounding if self.gap <= BFLOAT16_TOLERANCE else ''}"
-            return f"{self.of.capitalize()} and model differ by {gap}, and {causes}."
+            return f"{self.subject.capitalize()} and model differ by {gap}, and {causes}."
         share = 100 * first.nats / self.gap
-        return f"{first.cause}: {first.text} ({share:.0f} % of {gap}; {first.left:.2g} left)."
+        return f"{first.cause}: {first.text} ({share:.0f} % of {gap}; {first.unexplained:.2g} left)."
 
 
 def explain(
@@ -175,26 +167,28 @@ def explain(
 ) -> Diagnosis:
     """The diagnosis of ``recorded`` log-probs that should be the ``expected`` ones. ``candidates`` come simplest first
     and are not drawn further once one explains nine tenths of the gap."""
-    gap, tokens = mean_gap(recorded, expected), sum(len(one) for one in recorded)
+    gap, tokens = mean_gap(recorded, expected), sum(len(log_probs) for log_probs in recorded)
     if gap <= TOLERANCE:
         return Diagnosis(gap=gap, tokens=tokens)
     causes: list[Cause] = []
     for candidate in candidates:
-        left = mean_gap(recorded, candidate.log_probs)
-        causes.append(Cause(cause=candidate.cause, text=candidate.text, nats=gap - left, left=left))
-        if left <= (1 - SURE_SHARE) * gap and left <= TOLERANCE:
+        unexplained = mean_gap(recorded, candidate.log_probs)
+        causes.append(
+            Cause(cause=candidate.cause, text=candidate.text, nats=gap - unexplained, unexplained=unexplained)
+        )
+        if unexplained <= (1 - SURE_SHARE) * gap and unexplained <= TOLERANCE:
             break
-    least = min((cause.left for cause in causes), default=0.0)
-    first = [cause for cause in causes if cause.left <= least + _NOISE * gap][:1]
-    causes = [*first, *sorted((cause for cause in causes if cause not in first), key=lambda cause: cause.left)]
+    least = min((cause.unexplained for cause in causes), default=0.0)
+    first = [cause for cause in causes if cause.unexplained <= least + _NOISE * gap][:1]
+    causes = [*first, *sorted((cause for cause in causes if cause not in first), key=lambda cause: cause.unexplained)]
     return Diagnosis(gap=gap, tokens=tokens, causes=causes[:5], worst=_worst(samples, recorded, expected))
 
 
-def mean_gap(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
+def mean_gap(recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]) -> float:
     """Mean absolute difference over all tokens that both know; 0 without one."""
-    if not some:
+    if not recorded:
         return 0.0
-    differences = np.abs(np.concatenate(some).astype(np.float64) - np.concatenate(others))
+    differences = np.abs(np.concatenate(recorded).astype(np.float64) - np.concatenate(expected))
     differences = differences[np.isfinite(differences)]
     return float(differences.mean()) if len(differences) else 0.0
 
@@ -203,5 +197,7 @@ def _worst(
     samples: Sequence[KeptSample], recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]
 ) -> list[TokenGap]:
     columns = zip(samples, recorded, expected, strict=True)
-    tokens = [gap for one, *pair in columns for gap in token_gaps(one.rollout_id, one.pieces, one.places, *pair)]
+    tokens = [
+        gap for sample, *pair in columns for gap in token_gaps(sample.rollout_id, sample.pieces, sample.places, *pair)
+    ]
     return sorted((gap for gap in tokens if np.isfinite(gap.size)), key=lambda gap: -gap.size)[:_MOST_WORST]

@@ -63,7 +63,7 @@ def influences(
     size = sketch
     gradients = trainer.rollout_gradients(batch, _flat if not size else lambda each: count_sketch(each, size=size))
     of_loss, of_log_probs = (
-        np.stack([one.cpu().numpy() for one in column]).astype(np.float64)
+        np.stack([gradient.cpu().numpy() for gradient in column]).astype(np.float64)
         for column in zip(*gradients.values(), strict=True)
     )
     return Influences(

@@ -23,7 +23,14 @@ from agl_slime.metric_names import AUTOPSY, AUTOPSY_CAUSE
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import Pieces, describe_tokens
 from agl_slime.tools.forensics.autopsy import case_of, diagnose, is_plain, measure, weights_of, with_engine
-from agl_slime.tools.forensics.gaps import BFLOAT16_TOLERANCE, TOLERANCE, Diagnosis, KeptSample, by_version, mean_gap
+from agl_slime.tools.forensics.gaps import (
+    BFLOAT16_TOLERANCE,
+    TOLERANCE,
+    Diagnosis,
+    KeptSample,
+    mean_gap,
+    split_by_version,
+)
 from agl_slime.train.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
@@ -75,11 +82,12 @@ class RunAutopsy:
         chosen = random.Random(f"{self.seed}.{iteration}").sample(fit, min(self.turns, len(fit)))
         if not chosen:
             return None
-        asked = self.client.score([ToScore(sample.tokens) for sample in chosen])
-        engine = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        request = self.client.score([ToScore(sample.tokens) for sample in chosen])
+        engine = asyncio.run_coroutine_threadsafe(request, self._loop)
         scores = self.trainer_scores(chosen)
-        kept = [_kept(sample, iteration, values, self._pieces) for sample, values in zip(chosen, scores, strict=True)]
-        return Scoring(iteration=iteration, samples=kept, engine=engine)
+        columns = zip(chosen, scores, strict=True)
+        kept_samples = [_kept_sample(sample, iteration, log_probs, self._pieces) for sample, log_probs in columns]
+        return Scoring(iteration=iteration, samples=kept_samples, engine=engine)
 
     def finish(self, scoring: Scoring | None) -> dict[str, float]:
         """The metrics of the iteration: mean differences in nats per token, and the cause if there is one, which is
@@ -87,12 +95,12 @@ class RunAutopsy:
         if scoring is None:
             return {}
         samples, plain = scoring.samples, asdict(self.sampling)
-        parts = {"sampler": mean_gap([one.sampler for one in samples], [one.trainer for one in samples])}
+        gaps = {"sampler": mean_gap([sample.sampler for sample in samples], [sample.trainer for sample in samples])}
         if (prefill := self._prefill(scoring)) is not None and is_plain(plain):
-            parts["decode"] = mean_gap([one.sampler for one in samples], prefill)
-        metrics = {f"{AUTOPSY}/{name}": value for name, value in parts.items()}
+            gaps["decode"] = mean_gap([sample.sampler for sample in samples], prefill)
+        metrics = {f"{AUTOPSY}/{name}": value for name, value in gaps.items()}
         tolerance = BFLOAT16_TOLERANCE if self.dtype == "bfloat16" else TOLERANCE
-        if max(parts.values()) > tolerance and self._diagnoses < _MOST_DIAGNOSES:
+        if max(gaps.values()) > tolerance and self._diagnoses < _MOST_DIAGNOSES:
             self._diagnoses += 1
             if (diagnosis := self._diagnose(samples)) is not None and diagnosis.first is not None:
                 self._warn(scoring.iteration, diagnosis)
@@ -102,9 +110,11 @@ class RunAutopsy:
     def _prefill(self, scoring: Scoring) -> list[np.ndarray] | None:
         """The engine's log-probs, if it gave all of them with the weights that sampled."""
         scored = self._answer(scoring.engine) or []
-        pairs = [(one, got) for one, got in zip(scoring.samples, scored, strict=False) if isinstance(got, Scored)]
-        whole = len(pairs) == len(scoring.samples) and all(got.version == one.version for one, got in pairs)
-        return [got.log_probs[one.places - 1] for one, got in pairs] if whole else None
+        log_probs = []
+        for sample, answer in zip(scoring.samples, scored, strict=False):
+            if isinstance(answer, Scored) and answer.version == sample.version:
+                log_probs.append(answer.log_probs[sample.places - 1])
+        return log_probs if len(log_probs) == len(scoring.samples) else None
 
     def _answer(self, future: Future[T]) -> T | None:
         """The engine's answer; ``None`` when it gives none in time."""
@@ -156,8 +166,8 @@ def _fits(sample: Sample) -> bool:
     return not sample.multimodal_inputs
 
 
-def _kept(sample: Sample, iteration: int, scores: Any, pieces: Pieces) -> KeptSample:
+def _kept_sample(sample: Sample, iteration: int, scores: Any, pieces: Pieces) -> KeptSample:
     described = describe_tokens(sample, pieces, scores=(scores, np.zeros_like(scores)))
-    (kept,) = by_version(described, rollout_id=str(sample.metadata.get("agl_rollout_id")), iteration=iteration)
-    experts = getattr(sample, "rollout_routed_experts", None)
-    return kept if experts is None else replace(kept, experts=np.asarray(experts))
+    rollout_id, experts = str(sample.metadata.get("agl_rollout_id")), sample.rollout_routed_experts
+    (kept_sample,) = split_by_version(described, rollout_id=rollout_id, iteration=iteration)
+    return kept_sample if experts is None else replace(kept_sample, experts=np.asarray(experts))

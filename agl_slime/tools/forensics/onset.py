@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from agl_slime.errors import ConfigError
 from agl_slime.report.rollouts import kept_rollouts
 from agl_slime.support.terminal import print_line
-from agl_slime.tools.forensics.traits import KINDS, Seen, Trait, see
+from agl_slime.tools.forensics.traits import KINDS, RolloutTraits, Trait, read_traits
 
 ALPHA = 0.01  # nominal probability of any false rise in a run without change
 SLOW_ALPHA = 0.1  # nominal probability that an onset beats slow curves by chance, for any trait that rises
@@ -33,20 +33,20 @@ _NEAR = 12  # iterations from the best step within which the onset is looked for
 _MOST = 1_000  # traits that rise most
 _QUANTILES = np.linspace(0.05, 0.95, 10)  # of the answers' lengths: the limits of long and short ones
 _SMALL = 1e-4
-Floats = NDArray[np.float64]
+Floats, Indices = NDArray[np.float64], NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Onset:
-    """A behaviour's begin: ``iteration``, the shares of rollouts with it ``before`` and ``after``, the ``first``
-    rollouts from then on. ``pays``: mean reward with it minus without, in the ``groups`` that have both (None without).
+    """A behaviour's begin: ``iteration``, the shares of rollouts with it on both sides, the ``first`` rollouts since
+    then. ``pays``: mean reward with it minus without, in the ``groups`` that have both (None without).
     ``reward_before``, ``reward_after``, and ``correlation`` of share and mean reward over iterations. ``also``: traits
     of nearly the same rollouts."""
 
     trait: Trait
     iteration: int
-    before: float
-    after: float
+    share_before: float
+    share_after: float
     first: Sequence[str]
     pays: float | None
     groups: int
@@ -58,7 +58,7 @@ class Onset:
     @property
     def sentence(self) -> str:
         text = f"{str(self.trait)[:1].upper()}{str(self.trait)[1:]} began in iteration {self.iteration}: "
-        text += f"{self.before:.0%} of the rollouts before, {self.after:.0%} after; "
+        text += f"{self.share_before:.0%} of the rollouts before, {self.share_after:.0%} after; "
         if self.pays is None:
             text += "no group has rewards with and without it"
         else:
@@ -70,60 +70,62 @@ class Onset:
         return f"{text}."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rise:
+    """A trait's rise from the iteration with index ``start`` on, and the shares of rollouts with it."""
+
     trait: Trait
-    hits: NDArray[np.int64]
+    hits: Indices
     ratio: float
-    at: int
-    before: float
-    after: float
+    start: int
+    share_before: float
+    share_after: float
 
 
-def find_onsets(seen: Iterable[Seen], *, least_rise: float = 0.15) -> list[Onset]:
-    """The onsets of a run, the earliest first; the order of rollouts within an iteration is of no account."""
-    rollouts = sorted(seen, key=lambda one: (one.iteration, one.rollout_id, one.group, str(one.reward)))
-    iterations, index = np.unique([one.iteration for one in rollouts], return_inverse=True)
+def find_onsets(rollouts: Iterable[RolloutTraits], *, least_rise: float = 0.15) -> list[Onset]:
+    """The onsets of a run, the earliest first; the order of rollouts within an iteration does not matter."""
+    rollouts = sorted(rollouts, key=lambda each: (each.iteration, each.rollout_id, each.group, str(each.reward)))
+    iterations, index = np.unique([rollout.iteration for rollout in rollouts], return_inverse=True)
     if len(iterations) < LEAST_BEFORE + LEAST_AFTER:
         return []
     n = np.bincount(index).astype(np.float64)
-    having = {trait: hits for trait, hits in _hits(rollouts).items() if LEAST_HITS <= len(hits) < len(rollouts)}
-    names = sorted(having)
-    if not names:
+    hits = {trait: numbers for trait, numbers in _hits(rollouts).items() if LEAST_HITS <= len(numbers) < len(rollouts)}
+    traits = sorted(hits)
+    if not traits:
         return []
-    counts = np.stack([np.bincount(index[having[name]], minlength=len(n)) for name in names]).astype(np.float64)
+    counts = np.stack([np.bincount(index[hits[trait]], minlength=len(n)) for trait in traits]).astype(np.float64)
     ratios, steps = _steps(counts, n, least_rise=least_rise)
-    threshold = math.log(len(names) * len(n) / ALPHA)
-    best = [int(at) for at in np.lexsort((np.arange(len(names)), -ratios))[:_MOST] if ratios[at] >= threshold]
+    threshold = math.log(len(traits) * len(n) / ALPHA)
+    order = np.lexsort((np.arange(len(traits)), -ratios))[:_MOST]
+    best = order[ratios[order] >= threshold]
     slow, rises, margin = _slow_curves(len(n)), [], 0.0
-    if best:  # n-grams of one phrase have the same counts and are one test
+    if len(best):  # n-grams of one phrase have the same counts and are one test
         margin = math.log(len(np.unique(counts[best], axis=0)) / SLOW_ALPHA)
-    for at in best:
-        fit = _onset(counts[at], n, int(steps[at]), slow, threshold=threshold, margin=margin, least_rise=least_rise)
-        hits = having[names[at]]
-        if fit is not None and _supported(rollouts, index, hits, fit[0]):
-            rises.append(
-                _Rise(trait=names[at], hits=hits, ratio=float(ratios[at]), at=fit[0], before=fit[1], after=fit[2])
-            )
-    findings = [_describe(group, rollouts, index, iterations) for group in _merged(rises, index)]
-    return sorted(findings, key=lambda one: (one.iteration, one.trait))
+    for number in best.tolist():
+        trait, limits = traits[number], {"threshold": threshold, "margin": margin, "least_rise": least_rise}
+        fit = _onset(counts[number], n, int(steps[number]), slow, **limits)
+        if fit is not None and _supported(rollouts, index, hits[trait], fit[0]):
+            start, *shares = fit
+            rises.append(_Rise(trait, hits[trait], float(ratios[number]), start, *shares))
+    onsets = [_describe(group, rollouts, index, iterations) for group in _merged(rises, index)]
+    return sorted(onsets, key=lambda onset: (onset.iteration, onset.trait))
 
 
-def _hits(rollouts: Sequence[Seen]) -> dict[Trait, NDArray[np.int64]]:
+def _hits(rollouts: Sequence[RolloutTraits]) -> dict[Trait, Indices]:
     """The rollouts with each trait, and with traits that depend on the whole run: length, reward without a tool."""
-    often = Counter(trait for one in rollouts for trait in one.traits)
+    counts = Counter(trait for rollout in rollouts for trait in rollout.traits)
     hits: dict[Trait, list[int]] = defaultdict(list)
-    words = np.array([one.words for one in rollouts])
-    rewards = [one.reward for one in rollouts if one.reward is not None]
+    words = np.array([rollout.words for rollout in rollouts])
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     high = (min(rewards) + max(rewards)) / 2 if rewards else math.inf
-    with_tools = any(one.calls for one in rollouts)
-    for at, one in enumerate(rollouts):
-        for trait in one.traits:
-            if often[trait] >= LEAST_HITS and (with_tools or trait.kind != "no tool"):
-                hits[trait].append(at)
-        if with_tools and not one.calls and one.reward is not None and one.reward > high:
-            hits[Trait("rewarded without a tool")].append(at)
-    arrays = {trait: np.array(places) for trait, places in hits.items()}
+    with_tools = any(rollout.calls for rollout in rollouts)
+    for number, rollout in enumerate(rollouts):
+        for trait in rollout.traits:
+            if counts[trait] >= LEAST_HITS and (with_tools or trait.kind != "no tool"):
+                hits[trait].append(number)
+        if with_tools and not rollout.calls and rollout.reward is not None and rollout.reward > high:
+            hits[Trait("rewarded without a tool")].append(number)
+    arrays = {trait: np.array(numbers) for trait, numbers in hits.items()}
     for limit in {int(np.quantile(words, quantile)) for quantile in _QUANTILES}:
         arrays[Trait("longer", str(limit))] = np.flatnonzero(words > limit)
         arrays[Trait("shorter", str(limit))] = np.flatnonzero(words < limit)
@@ -135,17 +137,18 @@ def _log_likelihood(hits: Floats, n: Floats, share: Floats) -> Floats:
     return hits * np.log(share) + (n - hits) * np.log1p(-share)
 
 
-def _steps(counts: Floats, n: Floats, *, least_rise: float) -> tuple[Floats, NDArray[np.int64]]:
+def _steps(counts: Floats, n: Floats, *, least_rise: float) -> tuple[Floats, Indices]:
     """The best likelihood ratio of a rise for each trait, and the index of the first iteration after it."""
-    at = np.arange(LEAST_BEFORE, len(n) - LEAST_AFTER + 1)
+    splits = np.arange(LEAST_BEFORE, len(n) - LEAST_AFTER + 1)
     total, all_hits = n.sum(), counts.sum(axis=1, keepdims=True)
-    n_before, before = np.cumsum(n)[at - 1], np.cumsum(counts, axis=1)[:, at - 1]
-    n_after, after = total - n_before, all_hits - before
-    ratio = _log_likelihood(before, n_before, before / n_before) + _log_likelihood(after, n_after, after / n_after)
+    n_before, hits_before = np.cumsum(n)[splits - 1], np.cumsum(counts, axis=1)[:, splits - 1]
+    n_after, hits_after = total - n_before, all_hits - hits_before
+    share_before, share_after = hits_before / n_before, hits_after / n_after
+    ratio = _log_likelihood(hits_before, n_before, share_before) + _log_likelihood(hits_after, n_after, share_after)
     ratio -= _log_likelihood(all_hits, total, all_hits / total)
-    ratio[after / n_after - before / n_before < least_rise] = -math.inf
+    ratio[share_after - share_before < least_rise] = -math.inf
     best = np.argmax(ratio, axis=1)
-    return ratio[np.arange(len(counts)), best], at[best]
+    return ratio[np.arange(len(counts)), best], splits[best]
 
 
 def _slow_curves(length: int) -> Floats:
@@ -189,8 +192,9 @@ def _onset(
     curve explains the counts nearly as well."""
     length, t = len(n), np.arange(len(n))
     starts = range(max(LEAST_BEFORE, step - _NEAR), min(length - LEAST_AFTER, step + _NEAR) + 1)
-    places = [(at, rise) for at in starts for rise in _RISES if rise <= max(4, length // 6) and at + rise <= length]
-    quick = np.stack([np.clip((t - at + 1) / rise, 0, 1) for at, rise in places])
+    durations = [duration for duration in _RISES if duration <= max(4, length // 6)]
+    ramps = [(start, duration) for start in starts for duration in durations if start + duration <= length]
+    quick = np.stack([np.clip((t - start + 1) / duration, 0, 1) for start, duration in ramps])
     likelihood, low, high = _fit(quick, hits, n)
     likelihood = np.where(high - low >= least_rise, likelihood, -math.inf)
     best = int(np.argmax(likelihood))
@@ -201,20 +205,20 @@ def _onset(
         return None
     if likelihood[best] - _fit(slow, hits, n)[0].max() < overdispersion * margin:
         return None
-    return places[best][0], float(low[best]), float(high[best])
+    return ramps[best][0], float(low[best]), float(high[best])
 
 
-def _supported(rollouts: Sequence[Seen], index: NDArray[np.int64], hits: NDArray[np.int64], at: int) -> bool:
+def _supported(rollouts: Sequence[RolloutTraits], index: Indices, hits: Indices, start: int) -> bool:
     """Whether several iterations and groups show the trait from its onset on."""
-    after = hits[index[hits] >= at]
-    groups = {rollouts[one].group for one in after}
-    return len(np.unique(index[after])) >= LEAST_AFTER and len(groups) >= LEAST_GROUPS
+    later = hits[index[hits] >= start]
+    groups = {rollouts[number].group for number in later}
+    return len(np.unique(index[later])) >= LEAST_AFTER and len(groups) >= LEAST_GROUPS
 
 
-def _merged(rises: Sequence[_Rise], index: NDArray[np.int64]) -> list[list[_Rise]]:
+def _merged(rises: Sequence[_Rise], index: Indices) -> list[list[_Rise]]:
     """Rises of nearly the same rollouts as one group, the most readable of the strong ones first."""
     groups: list[list[_Rise]] = []
-    for rise in sorted(rises, key=lambda one: (-one.ratio, one.trait)):
+    for rise in sorted(rises, key=lambda each: (-each.ratio, each.trait)):
         for group in groups:
             if _alike(group[0], rise, index):
                 group.append(rise)
@@ -228,14 +232,14 @@ def _merged(rises: Sequence[_Rise], index: NDArray[np.int64]) -> list[list[_Rise
     return [sorted(group, key=lambda rise, best=group[0].ratio: readable(rise, best)) for group in groups]
 
 
-def _alike(one: _Rise, other: _Rise, index: NDArray[np.int64]) -> bool:
+def _alike(rise: _Rise, stronger: _Rise, index: Indices) -> bool:
     """Whether two traits rise at about the same time and correlate from then on, or one mostly comes with the other."""
-    if abs(one.at - other.at) > _NEAR:
+    if abs(rise.start - stronger.start) > _NEAR:
         return False
-    if one.trait.kind == other.trait.kind and one.trait.kind in ("longer", "shorter"):
+    if rise.trait.kind == stronger.trait.kind and rise.trait.kind in ("longer", "shorter"):
         return True
-    first = int(np.searchsorted(index, min(one.at, other.at)))
-    a, b = (np.isin(np.arange(first, len(index)), rise.hits) for rise in (one, other))
+    first = int(np.searchsorted(index, min(rise.start, stronger.start)))
+    a, b = (np.isin(np.arange(first, len(index)), each.hits) for each in (rise, stronger))
     both, smaller = float((a & b).mean()), float(min(a.mean(), b.mean()))
     spread = math.sqrt(a.var() * b.var())
     phi = (both - a.mean() * b.mean()) / spread if spread else 0.0
@@ -243,39 +247,39 @@ def _alike(one: _Rise, other: _Rise, index: NDArray[np.int64]) -> bool:
 
 
 def _describe(
-    group: Sequence[_Rise], rollouts: Sequence[Seen], index: NDArray[np.int64], iterations: NDArray[Any]
+    group: Sequence[_Rise], rollouts: Sequence[RolloutTraits], index: Indices, iterations: NDArray[Any]
 ) -> Onset:
     rise = group[0]
     hits = set(rise.hits.tolist())
-    after = range(int(np.searchsorted(index, rise.at)), len(rollouts))
-    pays, groups = _pays([rollouts[at] for at in after], [at in hits for at in after])
+    later = range(int(np.searchsorted(index, rise.start)), len(rollouts))
+    pays, groups = _pays([rollouts[number] for number in later], [number in hits for number in later])
     rewards: dict[int, list[float]] = defaultdict(list)
-    for at, one in zip(index, rollouts, strict=True):
-        if one.reward is not None:
-            rewards[int(at)].append(one.reward)
+    for number, rollout in zip(index, rollouts, strict=True):
+        if rollout.reward is not None:
+            rewards[int(number)].append(rollout.reward)
     shares = np.bincount(index[rise.hits], minlength=len(iterations)) / np.bincount(index)
     return Onset(
         trait=rise.trait,
-        iteration=int(iterations[rise.at]),
-        before=rise.before,
-        after=rise.after,
-        first=[*dict.fromkeys(rollouts[at].rollout_id for at in after if at in hits)][:3],
+        iteration=int(iterations[rise.start]),
+        share_before=rise.share_before,
+        share_after=rise.share_after,
+        first=[*dict.fromkeys(rollouts[number].rollout_id for number in later if number in hits)][:3],
         pays=pays,
         groups=groups,
-        reward_before=_mean(value for at, values in rewards.items() if at < rise.at for value in values),
-        reward_after=_mean(value for at, values in rewards.items() if at >= rise.at for value in values),
+        reward_before=_mean(value for number, values in rewards.items() if number < rise.start for value in values),
+        reward_after=_mean(value for number, values in rewards.items() if number >= rise.start for value in values),
         correlation=_correlation(shares, rewards),
-        also=[other.trait for other in group[1:]],
+        also=[each.trait for each in group[1:]],
     )
 
 
-def _pays(rollouts: Sequence[Seen], having: Sequence[bool]) -> tuple[float | None, int]:
+def _pays(rollouts: Sequence[RolloutTraits], having: Sequence[bool]) -> tuple[float | None, int]:
     """Mean reward with minus without a trait within groups, each weighted by n_with n_without / n, and the number of
     groups with both."""
     groups: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for one, has in zip(rollouts, having, strict=True):
-        if one.reward is not None:
-            groups[one.group][not has].append(one.reward)
+    for rollout, has in zip(rollouts, having, strict=True):
+        if rollout.reward is not None:
+            groups[rollout.group][not has].append(rollout.reward)
     mixed = [(np.array(with_it), np.array(without)) for with_it, without in groups.values() if with_it and without]
     if not mixed:
         return None, 0
@@ -284,13 +288,13 @@ def _pays(rollouts: Sequence[Seen], having: Sequence[bool]) -> tuple[float | Non
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    kept = [*values]
-    return math.fsum(kept) / len(kept) if kept else None
+    numbers = [*values]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _correlation(shares: Floats, rewards: Mapping[int, Sequence[float]]) -> float | None:
     places = sorted(rewards)
-    means = np.array([math.fsum(rewards[at]) / len(rewards[at]) for at in places])
+    means = np.array([math.fsum(rewards[iteration]) / len(rewards[iteration]) for iteration in places])
     if len(places) < LEAST_BEFORE or means.std() < 1e-12 or shares[places].std() < 1e-12:
         return None
     return float(np.corrcoef(shares[places], means)[0, 1])
@@ -308,13 +312,13 @@ def onset(run_dir: tyro.conf.Positional[Path], least_rise: float = 0.15, most: i
     """
     if not 0 < least_rise < 1:
         raise ConfigError(f"--least-rise {least_rise}: must be between 0 and 1")
-    seen = [one for line in kept_rollouts(run_dir) if (one := see(line)) is not None]
-    iterations = len({one.iteration for one in seen})
+    rollouts = [rollout for line in kept_rollouts(run_dir) if (rollout := read_traits(line)) is not None]
+    iterations = len({rollout.iteration for rollout in rollouts})
     if iterations < LEAST_BEFORE + LEAST_AFTER:
         least = f"an onset needs {LEAST_BEFORE + LEAST_AFTER}"
         raise ConfigError(f"{run_dir}: kept rollouts with answers are of {iterations} iterations; {least}")
-    onsets = find_onsets(seen, least_rise=least_rise)
-    print_line(f"Behaviours that began: {len(onsets)}, in {len(seen)} kept rollouts of {iterations} iterations.")
+    onsets = find_onsets(rollouts, least_rise=least_rise)
+    print_line(f"Behaviours that began: {len(onsets)}, in {len(rollouts)} kept rollouts of {iterations} iterations.")
     for begun in onsets[:most]:
         print_line(f"\n{begun.sentence}\n  first rollouts: {', '.join(begun.first)}")
         if begun.also:

@@ -27,10 +27,10 @@ from agl_slime.tools.forensics.formulas import (
     unknown_figures,
 )
 from agl_slime.tools.forensics.gaps import TokenGap
-from agl_slime.tools.forensics.replay import (
+from agl_slime.tools.forensics.steps import (
     Replay,
     ReplayConfig,
-    judge_of,
+    load_reward,
     moved_tokens,
     print_columns,
     print_influences,
@@ -48,17 +48,13 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """The largest difference at which a rule counts as the run's; float32 rounds by less."""
 _SHOWN = 5
-_NO_SETTINGS = (
-    "slime's dumps have no settings: its defaults and the nearest rule of rewards are assumed; give the run's flags"
-    " after --."
-)
+_NO_SETTINGS = "slime's dumps have no settings: its defaults and the nearest rule of rewards are assumed; give the"
+_NO_SETTINGS += " run's flags after --."
 _NO_LOSS = "slime's dumps have neither loss nor gradient norm: compare with its log, under the same names."
 _NO_WEIGHTS = "slime's dumps have no weights: gradient norm, entropy and influences need --model."
 _NO_MOMENTS = "slime's dumps have no optimizer state: changes of log-probs are of a first step of AdamW."
-_NO_TRAIN_DATA = (
-    "There is no train data (--dump-details writes it): nothing of the trainer's is recorded, and without --model"
-    " its log-probs are taken to be the engine's."
-)
+_NO_TRAIN_DATA = "There is no train data (--dump-details writes it): nothing of the trainer's is recorded, and without"
+_NO_TRAIN_DATA += " --model its log-probs are taken to be the engine's."
 _NOT_FINITE = "Advantages are not finite, so that the step has no figures; so are slime's of a group of one Sample."
 _ONE_GROUP = "The baseline is the whole batch's, not each prompt's; --advantages std shows the step with the latter."
 _WHITENED = "The recorded advantages are nearer to whitened ones (--normalize-advantages)."
@@ -99,11 +95,11 @@ class SlimeReplay(Replay):
     tokens: Sequence[TokenGap]
     """The engine's log-prob and the trainer's, the largest differences first."""
     unknown: Sequence[str]
-    """Sentences about what the dump does not say."""
+    """Sentences about missing data of the dump."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trained:
+class _TrainedSample:
     """A Sample that the trainer had; ``place`` is its place among the dumped ones."""
 
     place: int
@@ -114,21 +110,21 @@ class _Trained:
 
 def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
     print_line(f"Step {config.step} of slime's dump in {config.run_dir}. Rewards: {result.rule}.\n")
-    for one in result.comparisons:
-        text = (
-            "not in the dump" if one.difference is None else f"{one.count:,}, largest difference {one.difference:.2g}"
-        )
-        print_line(f"{one.name:<38}{text}")
+    for row in result.comparisons:
+        text = "not in the dump"
+        if row.difference is not None:
+            text = f"{row.count:,}, largest difference {row.difference:.2g}"
+        print_line(f"{row.name:<38}{text}")
     print_line()
     print_columns(result)
     most = config.influences or _SHOWN
     print_line("\nSamples by the difference of the trainer's and the engine's log-probs:")
     print_line(f"  {'reward':>9} {'advantage':>12} {'again':>12} {'KL':>10} {'difference':>10}  rollout")
-    for one in result.samples[:most]:
-        figures = [one.recorded_advantage, one.advantage], [one.engine_kl, one.logprob_diff_max]
-        texts = [f"{'-' if value is None else format(value, '.5g'):>12}" for value in figures[0]]
-        texts += [f"{'-' if value is None else format(value, '.2g'):>10}" for value in figures[1]]
-        print_line(f"  {one.reward:>9.4g} {' '.join(texts)}  {one.rollout_id}")
+    for sample in result.samples[:most]:
+        advantages, gaps = (sample.recorded_advantage, sample.advantage), (sample.engine_kl, sample.logprob_diff_max)
+        texts = [f"{'-' if value is None else format(value, '.5g'):>12}" for value in advantages]
+        texts += [f"{'-' if value is None else format(value, '.2g'):>10}" for value in gaps]
+        print_line(f"  {sample.reward:>9.4g} {' '.join(texts)}  {sample.rollout_id}")
     if result.tokens:
         print_line("\nTokens by the same difference (engine's log-prob, trainer's):")
         print_line("\n".join(map(str, result.tokens)))
@@ -138,7 +134,7 @@ def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
 
 
 def replay_dump(config: ReplayConfig, *, slime_flags: Sequence[str] = ()) -> SlimeReplay:
-    """Raises ``ConfigError`` when the files lack what the step needs."""
+    """Raises ``ConfigError`` when the files lack data of the step."""
     flags = StepFlags.parse(slime_flags)
     if config.influences and config.model is None:
         raise ConfigError("--influences needs --model: slime's dumps have no weights")
@@ -152,16 +148,14 @@ class _Step:
     def __init__(self, config: ReplayConfig, flags: StepFlags, step: DumpedStep, run: SlimeRun) -> None:
         self.config, self.flags, self.step, self.run = config, flags, step, run
         self.rollouts = _rollouts(step)
-        self.trained = [*_trained(step, self.rollouts)]
-        if not any(one.row.mask.any() for one in self.trained):
+        self.trained = [*_trained_samples(step, self.rollouts)]
+        if not any(trained.row.mask.any() for trained in self.trained):
             raise ConfigError(f"--step {config.step}: no token of the dump was trained on")
-        self.rows = [one.row for one in self.trained]
+        self.rows = [trained.row for trained in self.trained]
         self.rewards = _rewards(step, flags.reward_key)
         # a Sample without a group is one by itself
-        self.prompts: list[Any] = [
-            f"alone {place}" if one.sample.group_index is None else one.sample.group_index
-            for place, one in enumerate(step.samples)
-        ]
+        groups = (dumped.sample.group_index for dumped in step.samples)
+        self.prompts: list[Any] = [f"alone {n}" if group is None else group for n, group in enumerate(groups)]
         if (flags.use_tis or flags.use_rollout_logprobs) and any(row.engine is None for row in self.rows):
             raise ConfigError(f"{config.run_dir} has no rollout_log_probs of this step, which its flags need")
         self.rule = self._rule()
@@ -170,9 +164,9 @@ class _Step:
 
     def replay(self) -> SlimeReplay:
         config = self.config
-        again = self.advantages(self.rewards, self.rule, self.all_used)
-        comparisons = self._comparisons(again)
-        batch = self.batch([one.advantages for one in again])
+        computed = self.advantages(self.rewards, self.rule)
+        comparisons = self._comparisons(computed)
+        batch = self.batch([figures.advantages for figures in computed])
         self.finite = _finite(batch)
         metrics, influences = {}, None
         if config.model is not None and self.finite:
@@ -188,19 +182,20 @@ class _Step:
         changed = self._changed() if config.changed else None
         return SlimeReplay(
             recorded=recorded,
-            again=self.figures(batch, self.log_probs) | _of_gradient(metrics),
+            computed=self.figures(batch, self.log_probs) | _of_gradient(metrics),
             changed=changed,
             influences=influences,
             rule=self.rule,
             comparisons=comparisons,
-            samples=self._samples(again),
+            samples=self._samples(computed),
             tokens=self._tokens(batch),
             unknown=self._unknown(comparisons),
         )
 
     @property
-    def all_used(self) -> list[bool]:
-        return [True] * len(self.step.samples)
+    def columns(self) -> dict[str, Any]:
+        """The columns of all dumped Samples by which rewards are normalised."""
+        return {"prompts": self.prompts, "rollouts": self.rollouts, "use": [True] * len(self.step.samples)}
 
     @property
     def recorded_log_probs(self) -> Arrays:
@@ -215,36 +210,36 @@ class _Step:
         return self.recorded_log_probs if self.model_log_probs is None else self.model_log_probs
 
     def advantages(
-        self, rewards: Sequence[float], rule: RewardRule, use: Sequence[bool], flags: StepFlags | None = None
+        self, rewards: Sequence[float], rule: RewardRule, flags: StepFlags | None = None, **columns: Any
     ) -> list[TokenAdvantages]:
         """The advantages of the trained Samples, from the ``rewards`` of all dumped ones."""
         flags = flags or self.flags
         if lacking := unknown_figures(self.rows, flags):
             raise ConfigError(f"{self.config.run_dir} has no {lacking[0]} of this step, which its flags need")
-        normalized = rule.apply(rewards, prompts=self.prompts, rollouts=self.rollouts, use=use)
-        return token_advantages([normalized[one.place] for one in self.trained], self.rows, flags)
+        normalized = rule.apply(rewards, **{**self.columns, **columns})
+        return token_advantages([normalized[trained.place] for trained in self.trained], self.rows, flags)
 
     def batch(self, advantages: Arrays, without: Sequence[str] = ()) -> list[list[Sample]]:
         """The trained Samples, with these advantages as rewards of their tokens."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(self.rollouts))}
         samples = []
-        for one, values in zip(self.trained, advantages, strict=True):
-            sample, row = one.dumped.sample, one.row
+        for trained, values in zip(self.trained, advantages, strict=True):
+            sample, row = trained.dumped.sample, trained.row
             rewarded = np.where(row.mask, values, 0.0)
             edges = np.flatnonzero(np.diff(rewarded, prepend=np.nan, append=np.nan)).tolist()
             runs = enumerate(pairwise(edges))
             spans = [[str(number), float(rewarded[start]), start, end] for number, (start, end) in runs]
             rebuilt = sample_from_fields(
                 group_index=sample.group_index,
-                rollout_id=numbers[one.rollout_id],
+                rollout_id=numbers[trained.rollout_id],
                 tokens=sample.tokens,
                 response_length=sample.response_length,
                 loss_mask=row.mask.astype(int).tolist(),
                 rollout_log_probs=None if row.engine is None else row.engine.tolist(),
                 reward=0.0,
-                remove_sample=one.rollout_id in without,
+                remove_sample=trained.rollout_id in without,
                 status=Sample.Status.COMPLETED,
-                metadata={"reward_spans": spans, "agl_rollout_id": one.rollout_id},
+                metadata={"reward_spans": spans, "agl_rollout_id": trained.rollout_id},
             )
             samples.append(rebuilt)
         return [samples]
@@ -259,14 +254,14 @@ class _Step:
         if not _finite(batch):
             return {}
         used = [place for place, sample in enumerate(batch[0]) if not sample.remove_sample]
-        kept, kl_loss = [log_probs[place] for place in used], None
+        used_log_probs, kl_loss = [log_probs[place] for place in used], None
         if flags.use_kl_loss and all(row.ref_log_probs is not None for row in self.rows):
             reference = [row.ref_log_probs[row.mask] for row in self.rows if row.ref_log_probs is not None]
             pairs = ((log_probs[place], reference[place]) for place in used)
             kl_loss = np.concatenate([approximate_kl(ours, theirs, flags.kl_loss_type) for ours, theirs in pairs])
         return step_figures(
             TrainBatch.from_samples(batch, rewards_normalization=False),
-            kept,
+            used_log_probs,
             settings or self.settings(),
             kl_loss=kl_loss,
             kl_loss_coef=flags.kl_loss_coef,
@@ -295,16 +290,15 @@ class _Step:
 
     def _changed(self) -> dict[str, float]:
         config, rewards, rule = self.config, self.rewards, self.rule
-        judge = judge_of(config, [one.rollout_id for one in self.trained])
-        if judge is not None:
+        reward = load_reward(config, [trained.rollout_id for trained in self.trained])
+        if reward is not None:
             lines = self.run.describe(self.step, self.rollouts)
-            rewards = [float(judge(lines[name])) for name in self.rollouts]
+            rewards = [float(reward(lines[name])) for name in self.rollouts]
         if config.advantages is not None:
             groups = "none" if config.advantages == "reward" else "prompt"
             rule = RewardRule(groups=groups, std=config.advantages == "std")
-        use = [name not in config.without for name in self.rollouts]
-        advantages = self.advantages(rewards, rule, use)
-        batch = self.batch([one.advantages for one in advantages], config.without)
+        advantages = self.advantages(rewards, rule, use=[name not in config.without for name in self.rollouts])
+        batch = self.batch([figures.advantages for figures in advantages], config.without)
         if not any(mask_of(sample).any() for sample in batch[0]):
             raise ConfigError("--without leaves no token of the step")
         changes: dict[str, Any] = {} if config.clip is None else {"clip": config.clip, "clip_high": None}
@@ -316,33 +310,30 @@ class _Step:
 
     def _trainer(self, settings: LocalTrainerSettings) -> LocalTrainer:
         assert self.config.model is not None
-        how: dict[str, Any] = {"temperature": self.flags.rollout_temperature, "torch_threads": "auto"}
-        return trainer_class()(model_path=self.config.model, settings=settings, **how)
+        options: dict[str, Any] = {"temperature": self.flags.rollout_temperature, "torch_threads": "auto"}
+        return trainer_class()(model_path=self.config.model, settings=settings, **options)
 
     def _rule(self) -> RewardRule:
         recorded: list[float | None] = [None] * len(self.rewards)
-        for one in self.trained:
-            recorded[one.place] = one.row.reward
-        rules = [*reward_rules(self.flags, self.prompts)]
-        columns = {"prompts": self.prompts, "rollouts": self.rollouts, "use": self.all_used}
-        return find_rule(rules, self.rewards, recorded, **columns)
+        for trained in self.trained:
+            recorded[trained.place] = trained.row.reward
+        return find_rule([*reward_rules(self.flags, self.prompts)], self.rewards, recorded, **self.columns)
 
     def _with_whitening(self) -> StepFlags:
         """The flags, with whitening if none are given and the recorded advantages are nearer to whitened ones."""
         recorded = [row.advantages[row.mask] for row in self.rows if row.advantages is not None]
-        if self.flags.given or len(recorded) < len(self.rows):
+        if self.flags.specified or len(recorded) < len(self.rows):
             return self.flags
         apart = {}
         for flags in (self.flags, replace(self.flags, normalize_advantages=True)):
-            ours = self.advantages(self.rewards, self.rule, self.all_used, flags)
-            masked = [one.advantages[row.mask] for one, row in zip(ours, self.rows, strict=True)]
+            ours = self.advantages(self.rewards, self.rule, flags)
+            masked = [figures.advantages[row.mask] for figures, row in zip(ours, self.rows, strict=True)]
             apart[flags] = difference(np.concatenate(masked), np.concatenate(recorded))
         return min(apart, key=apart.__getitem__)
 
-    def _comparisons(self, again: Sequence[TokenAdvantages]) -> list[Comparison]:
-        places = [one.place for one in self.trained]
-        columns = {"prompts": self.prompts, "rollouts": self.rollouts, "use": self.all_used}
-        normalized = self.rule.apply(self.rewards, **columns)
+    def _comparisons(self, computed: Sequence[TokenAdvantages]) -> list[Comparison]:
+        places = [trained.place for trained in self.trained]
+        normalized = self.rule.apply(self.rewards, **self.columns)
         whole = [
             ("rewards", [self.rewards[place] for place in places], [row.raw_reward for row in self.rows]),
             ("normalized rewards", [normalized[place] for place in places], [row.reward for row in self.rows]),
@@ -352,14 +343,12 @@ class _Step:
             for name, ours, recorded in whole
         ]
         for name in ("returns", "advantages", "kl"):
-            ours = [getattr(one, name)[row.mask] for one, row in zip(again, self.rows, strict=True)]
+            ours = [getattr(figures, name)[row.mask] for figures, row in zip(computed, self.rows, strict=True)]
             comparisons.append(self._compare(name, name, ours))
         if self.step.has_train_data:
-            samples = [one.dumped.sample for one in self.trained]
-            masks = difference(
-                *(np.concatenate(one) for one in ([*map(mask_of, samples)], [r.mask for r in self.rows]))
-            )
-            comparisons.append(Comparison(name="loss masks", count=len(samples), difference=masks))
+            samples = [trained.dumped.sample for trained in self.trained]
+            masks = np.concatenate([*map(mask_of, samples)]), np.concatenate([row.mask for row in self.rows])
+            comparisons.append(Comparison(name="loss masks", count=len(samples), difference=difference(*masks)))
             if all(sample.rollout_log_probs is not None for sample in samples):
                 ours = [np.asarray(s.rollout_log_probs)[r.mask] for s, r in zip(samples, self.rows, strict=True)]
                 comparisons.append(self._compare("the engine's log-probs", "engine", ours))
@@ -372,25 +361,25 @@ class _Step:
         apart = difference(np.concatenate(ours), np.concatenate(recorded)) if whole else None
         return Comparison(name=name, count=sum(map(len, ours)), difference=apart)
 
-    def _samples(self, again: Sequence[TokenAdvantages]) -> list[SampleFigures]:
+    def _samples(self, computed: Sequence[TokenAdvantages]) -> list[SampleFigures]:
         samples = []
-        for one, advantages, log_probs in zip(self.trained, again, self.log_probs, strict=True):
-            row = one.row
+        for trained, advantages, log_probs in zip(self.trained, computed, self.log_probs, strict=True):
+            row = trained.row
             if not row.mask.any():
                 continue
             engine = None if row.engine is None else row.engine[row.mask]
             recorded = None if row.advantages is None else float(row.advantages[row.mask].mean())
             samples.append(
                 SampleFigures(
-                    rollout_id=one.rollout_id,
-                    reward=self.rewards[one.place],
+                    rollout_id=trained.rollout_id,
+                    reward=self.rewards[trained.place],
                     recorded_advantage=recorded,
                     advantage=float(advantages.advantages[row.mask].mean()),
                     engine_kl=None if engine is None else float(approximate_kl(engine, log_probs, "k3").mean()),
                     logprob_diff_max=None if engine is None else float(np.abs(log_probs - engine).max()),
                 )
             )
-        return sorted(samples, key=lambda one: -(one.logprob_diff_max or 0.0))
+        return sorted(samples, key=lambda sample: -(sample.logprob_diff_max or 0.0))
 
     def _tokens(self, batch: list[list[Sample]]) -> list[TokenGap]:
         engine = [row.engine[row.mask] for row in self.rows if row.engine is not None]
@@ -401,31 +390,29 @@ class _Step:
         most = self.config.influences or _SHOWN
         # the tokens that differ most are in the Samples that do; siblings are there for their order
         rollouts = {self.trained[place].rollout_id for place in np.argsort(-apart)[:most] if apart[place] > 0}
-        places = [place for place, one in enumerate(self.trained) if one.rollout_id in rollouts]
-        before, after = ([column[place] for place in places] for column in (engine, self.log_probs))
+        places = [place for place, trained in enumerate(self.trained) if trained.rollout_id in rollouts]
+        columns = ([column[place] for place in places] for column in (engine, self.log_probs))
         samples = [batch[0][place] for place in places]
-        return moved_tokens(samples, self.run.describe(self.step, rollouts), before, after)[:most]
+        return moved_tokens(samples, self.run.describe(self.step, rollouts), *columns)[:most]
 
     def _unknown(self, comparisons: Sequence[Comparison]) -> list[str]:
         config, flags = self.config, self.flags
-        apart = next(one.difference for one in comparisons if one.name == "normalized rewards")
+        apart = next(comparison.difference for comparison in comparisons if comparison.name == "normalized rewards")
         misfit = f"No rule of slime's gives the recorded rewards; the nearest is: {self.rule}."
         steps = f"slime took {self.step.optimizer_steps} optimizer steps on this batch; the figures are of the whole"
         sentences = {
             _NO_TRAIN_DATA: not self.step.has_train_data,
-            _NO_SETTINGS: not flags.given,
+            _NO_SETTINGS: not flags.specified,
             misfit: apart is not None and apart > TOLERANCE,
             _NOT_FINITE: not self.finite,
             _ONE_GROUP: self.rule.groups == "batch" and len({*self.prompts}) > 1,
-            _WHITENED: not flags.given and flags.normalize_advantages,
+            _WHITENED: not flags.specified and flags.normalize_advantages,
             f"{steps} batch at the weights before the first.": self.step.optimizer_steps > 1,
             f"Not computed: {' '.join(flags.left_out)}.": bool(flags.left_out),
             "There are no ref_log_probs: the KL loss is not computed.": flags.use_kl_loss
             and any(row.ref_log_probs is None for row in self.rows),
             "The gradient leaves the KL loss out.": flags.use_kl_loss and config.model is not None,
-            f"{flags.custom_tis} is not called: the weights are those of slime's vanilla_tis_function.": bool(
-                flags.custom_tis
-            ),
+            f"{flags.custom_tis} is not called: its weights here are slime's vanilla_tis_function's.": flags.custom_tis,
             "TIS has no lower bound here (--tis-clip-low).": flags.off_policy == "tis" and flags.tis_clip_low > 0,
             _ON_POLICY: config.clip is not None and not flags.use_rollout_logprobs,
             _NO_LOSS: True,
@@ -450,30 +437,30 @@ def _rollouts(step: DumpedStep) -> list[str]:
     names = {
         id(sample): member.rollout_id for group in step.groups for member in group.members for sample in member.samples
     }
-    return [names[id(one.sample)] for one in step.samples]
+    return [names[id(dumped.sample)] for dumped in step.samples]
 
 
-def _trained(step: DumpedStep, rollouts: Sequence[str]) -> Iterator[_Trained]:
+def _trained_samples(step: DumpedStep, rollouts: Sequence[str]) -> Iterator[_TrainedSample]:
     """The Samples with a row of train data; without train data, those with tokens under the mask."""
-    for place, (one, name) in enumerate(zip(step.samples, rollouts, strict=True)):
-        row = step.rows.get(id(one.sample))
-        if row is None and not step.has_train_data and (mask := mask_of(one.sample)).any():
-            log_probs = one.sample.rollout_log_probs
+    for place, (dumped, name) in enumerate(zip(step.samples, rollouts, strict=True)):
+        row = step.rows.get(id(dumped.sample))
+        if row is None and not step.has_train_data and (mask := mask_of(dumped.sample)).any():
+            log_probs = dumped.sample.rollout_log_probs
             row = TrainedRow(mask=mask, engine=None if log_probs is None else np.asarray(log_probs, dtype="f4"))
         if row is not None:
-            yield _Trained(place=place, rollout_id=name, dumped=one, row=row)
+            yield _TrainedSample(place=place, rollout_id=name, dumped=dumped, row=row)
 
 
 def _rewards(step: DumpedStep, key: str) -> list[float]:
     """The reward of each Sample by ``--reward-key``; by default the one of several that the trainer recorded."""
-    names = dict.fromkeys(name for one in step.samples for name in one.rewards)
-    recorded = {id(one): row.raw_reward for one in step.samples if (row := step.rows.get(id(one.sample))) is not None}
+    names = dict.fromkeys(name for dumped in step.samples for name in dumped.rewards)
+    trained = [(dumped, step.rows[id(dumped.sample)]) for dumped in step.samples if id(dumped.sample) in step.rows]
 
     def fits(name: str) -> bool:
-        return all(one.rewards.get(name) == recorded[id(one)] for one in step.samples if id(one) in recorded)
+        return all(dumped.rewards.get(name) == row.raw_reward for dumped, row in trained)
 
     chosen = key or next(filter(fits, names), "")
-    rewards = [one.rewards.get(chosen) if chosen in names else one.reward for one in step.samples]
+    rewards = [dumped.rewards.get(chosen) if chosen in names else dumped.reward for dumped in step.samples]
     if None in rewards:
         raise ConfigError(f"Sample {rewards.index(None)} of the dump has no reward; --reward-key of slime's names one")
     return [reward for reward in rewards if reward is not None]

@@ -57,7 +57,7 @@ KINDS = tuple(_SENTENCES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RolloutTraits:
     """A kept rollout's traits; ``reward`` is None where it is no finite number, ``words`` the length of its answers."""
 
     rollout_id: str
@@ -69,10 +69,10 @@ class Seen:
     traits: frozenset[Trait]
 
 
-def see(line: Mapping[str, Any]) -> Seen | None:
+def read_traits(line: Mapping[str, Any]) -> RolloutTraits | None:
     """The traits of a line of ``rollouts.jsonl``; None without an answer or an iteration."""
-    messages = [one for one in line.get("messages") or () if isinstance(one, Mapping)]
-    answers = [one for one in messages if one.get("role") == "assistant"]
+    messages = [message for message in line.get("messages") or () if isinstance(message, Mapping)]
+    answers = [message for message in messages if message.get("role") == "assistant"]
     iteration, reward = line.get("iteration"), line.get("reward")
     if not answers or not isinstance(iteration, int):
         return None
@@ -86,9 +86,9 @@ def see(line: Mapping[str, Any]) -> Seen | None:
     counts = line["tools"].get("calls") if isinstance(line.get("tools"), Mapping) else None
     tools = tools or sorted(counts if isinstance(counts, Mapping) else ())  # messages alone have the calls in order
     words = _words("\n".join(texts))[:MOST_WORDS]
-    prompt = _words("\n".join(text_of(one) for one in messages if one.get("role") != "assistant"))
-    stops = {line.get("stop_reason"), *(one.get("stop_reason") for one in line.get("samples") or ())}
-    return Seen(
+    prompt = _words("\n".join(text_of(message) for message in messages if message.get("role") != "assistant"))
+    stops = {line.get("stop_reason"), *(sample.get("stop_reason") for sample in line.get("samples") or ())}
+    return RolloutTraits(
         rollout_id=str(line.get("rollout_id")),
         iteration=iteration,
         group=str(line.get("group_id")),
@@ -105,10 +105,10 @@ def _words(text: str) -> list[str]:
 
 def _of_words(words: list[str], prompt: list[str]) -> Iterator[Trait]:
     for n in range(1, LONGEST_PHRASE + 1):
-        asked = set(_ngrams(prompt, n))
-        for words_of in set(_ngrams(words, n)) - asked:
-            if n > 1 or words_of[0].isalnum():
-                yield Trait("phrase", " ".join(words_of))
+        prompt_ngrams = set(_ngrams(prompt, n))
+        for ngram in set(_ngrams(words, n)) - prompt_ngrams:
+            if n > 1 or ngram[0].isalnum():
+                yield Trait("phrase", " ".join(ngram))
     if not set(_ngrams(words, ECHO)).isdisjoint(_ngrams(prompt, ECHO)):
         yield Trait("echo")
     if max(Counter(_ngrams(words, LOOP)).values(), default=0) >= LOOP:
@@ -116,7 +116,7 @@ def _of_words(words: list[str], prompt: list[str]) -> Iterator[Trait]:
 
 
 def _ngrams(words: list[str], n: int) -> Iterable[tuple[str, ...]]:
-    return zip(*(words[at:] for at in range(n)), strict=False)
+    return zip(*(words[start:] for start in range(n)), strict=False)
 
 
 def _of_texts(texts: list[str]) -> Iterator[Trait]:

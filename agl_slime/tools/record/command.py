@@ -7,10 +7,10 @@ from pathlib import Path
 import tyro
 
 from agl_slime.errors import ConfigError
-from agl_slime.gateway.command import ServingCommand, run_server, serve_until
 from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
+from agl_slime.tools.gateway.command import ServingCommand, run_server, serve_until
 from agl_slime.tools.record.recorder import RecordGateway
 
 
@@ -40,8 +40,8 @@ async def _record(command: RecordCommand) -> None:
         settings=command.gateway,
     )
     with sole_owner(command.directory), gateway:
-        shown = f"{gateway.url}/rollouts" if command.client_token() else gateway.rollouts_url
-        print_line(f"recorder at {shown}")
+        address = f"{gateway.url}/rollouts" if command.client_token() else gateway.rollouts_url
+        print_line(f"recorder at {address}")
         await serve_until(ended, model=llm.model)
 
 

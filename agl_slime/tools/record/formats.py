@@ -127,9 +127,9 @@ def verifiers_trace(recorded: RecordedRollout) -> dict[str, Any]:
     for segment in recorded.segments():
         parent, messages, tokens = None, 0, 0
         for place in segment.placements:
-            turn, at = turns[place.turn], times[place.turn]
+            turn, timestamp = turns[place.turn], times[place.turn]
             for message in (turn.messages or ())[messages:]:
-                nodes.append({"parent": parent, "message": _verifiers_message(message), "timestamp": at})
+                nodes.append({"parent": parent, "message": _verifiers_message(message), "timestamp": timestamp})
                 parent = len(nodes) - 1
             ids = segment.token_ids[tokens : place.end].tolist()
             nodes.append(
@@ -137,14 +137,14 @@ def verifiers_trace(recorded: RecordedRollout) -> dict[str, Any]:
                     "parent": parent,
                     "message": _verifiers_message(answers[place.turn]),
                     "sampled": True,
-                    "timestamp": at,
+                    "timestamp": timestamp,
                     "token_ids": ids,
                     "mask": segment.loss_mask[tokens : place.end].astype(bool).tolist(),
                     "logprobs": [] if turn.log_probs is None else turn.log_probs.tolist(),
                 }
             )
             parent, messages, tokens = len(nodes) - 1, len(turn.messages or ()) + 1, place.end
-            calls.append(_verifiers_call(turn, node=parent, ended=at))
+            calls.append(_verifiers_call(turn, node=parent, ended=timestamp))
     reward, task = recorded.reward, recorded.rollout.input
     data = task if isinstance(task, dict) else {"task": task}
     return {
@@ -185,9 +185,11 @@ def triplet_events(recorded: RecordedRollout) -> list[dict[str, Any]]:
     rollout_id = recorded.rollout.rollout_id
     events = events_of(rollout_id, recorded.spans, triplet=True)
     if recorded.reward is not None:
-        at = max(recorded.answer_times(), default=recorded.rollout.start_time)
+        timestamp = max(recorded.answer_times(), default=recorded.rollout.start_time)
         ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
-        events.append({"event_type": "reward", **ids, "timestamp": at, "data": {"value": recorded.reward.primary}})
+        events.append(
+            {"event_type": "reward", **ids, "timestamp": timestamp, "data": {"value": recorded.reward.primary}}
+        )
     return events
 
 
@@ -213,9 +215,9 @@ def _answers(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     for turn in turns:
         if turn.base_turn is None:
             continue
-        at, messages = len(turns[turn.base_turn].messages or ()), turn.messages or ()
-        if at < len(messages) and messages[at]["role"] == "assistant":
-            answers[turn.base_turn] = _openai_message(messages[at])
+        index, messages = len(turns[turn.base_turn].messages or ()), turn.messages or ()
+        if index < len(messages) and messages[index]["role"] == "assistant":
+            answers[turn.base_turn] = _openai_message(messages[index])
     return answers
 
 
@@ -238,8 +240,8 @@ def _verifiers_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if read["role"] != "assistant":
         return {"role": "user" if read["role"] == "user" else "system", "content": content}
     calls = [{"id": call["id"], **call["function"]} for call in read.get("tool_calls") or ()]
-    more = {"reasoning_content": read["reasoning_content"]} if read.get("reasoning_content") else {}
-    return {"role": "assistant", "content": content, **more, **({"tool_calls": calls} if calls else {})}
+    reasoning = {"reasoning_content": read["reasoning_content"]} if read.get("reasoning_content") else {}
+    return {"role": "assistant", "content": content, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def _output_items(answer: Mapping[str, Any], *, call_id: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """``RolloutFile``: one recorded rollout on disk, as lines of JSON: its task, its spans, its rewards, its end.
 
 A line is written by one call before the answer that it records is sent, so a killed process loses no answer that a
-client has. A torn last line belongs to an answer that nobody received; readers skip it.
+client has. A torn last line belongs to an answer that no client received; readers skip it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RolloutFile:
     def path(self) -> Path:
         return self.directory / f"{self.rollout_id}.jsonl"
 
-    def create(self, *, task: Any, metadata: Mapping[str, Any], at: float) -> None:
+    def create(self, *, task: Any, metadata: Mapping[str, Any], time: float) -> None:
         """Write the first line. Raises ``FileExistsError``, and ``DiskFullError``, after which the name is free."""
         with disk_full_as_error(self.path):
             self.path.touch(exist_ok=False)
             try:
-                self.append({"rollout": {"task": task, "metadata": dict(metadata), "at": at}})
+                self.append({"rollout": {"task": task, "metadata": dict(metadata), "at": time}})
             except OSError:
                 self.path.unlink()
                 raise

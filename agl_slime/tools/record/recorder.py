@@ -116,7 +116,7 @@ class RecordGateway(TokenGateway):
     async def _begin(self, rollout_id: str, *, task: Any, metadata: dict[str, Any]) -> Attempt:
         """Raises ``FileExistsError`` for a name that was used."""
         file = self._file(rollout_id)
-        file.create(task=task, metadata=metadata, at=time.time())
+        file.create(task=task, metadata=metadata, time=time.time())
         attempt = self._record(rollout_id, ATTEMPT, llm=self._llm, store=file)
         await self._end_idle()
         self._last_request[rollout_id] = time.monotonic()

@@ -72,7 +72,7 @@ def load(path: Path) -> Mapping[str, Any]:
         raise ValueError("is not a regular file")
     try:
         with zipfile.ZipFile(path) as archive:
-            if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise ValueError("is compressed, as torch.save never does")
         with _reading:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -122,10 +122,8 @@ class TrainedRow:
     raw_reward: float | None = None
 
 
-_COLUMNS = {"engine": "rollout_log_probs"}
-_COLUMNS |= {
-    name: name for name in ("log_probs", "advantages", "returns", "kl", "ref_log_probs", "teacher_log_probs", "values")
-}
+_COLUMNS = {name: name for name in ("log_probs", "advantages", "returns", "kl", "ref_log_probs", "teacher_log_probs")}
+_COLUMNS |= {"engine": "rollout_log_probs", "values": "values"}
 
 
 def samples_of(value: Mapping[str, Any]) -> Iterator[DumpedSample | str]:
@@ -149,7 +147,7 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
     if isinstance(data, dict):
         length = len(lengths) if isinstance(lengths := data.get("response_lengths"), list) else 0
         columns = {name: column for name, column in data.items() if isinstance(column, list) and len(column) == length}
-        rows = [{name: column[at] for name, column in columns.items()} for at in range(length)]
+        rows = [{name: column[index] for name, column in columns.items()} for index in range(length)]
         for row, place in zip(rows, columns.get("partition", ()), strict=False):
             row["rollout_position"] = place
         whole = data.get("raw_reward")
@@ -186,8 +184,8 @@ def numbers(value: Any, kinds: str, *, length: int | None = None) -> np.ndarray 
     """A list of numbers or a valid tensor of one dimension as an array; ``None`` for anything else. ``kinds``
     are numpy's letters; ``f`` accepts integers as well."""
     if type(value) is list:
-        wanted = {float, int} if kinds == "f" else {int}
-        if not {*map(type, value)} <= wanted:
+        types = {float, int} if kinds == "f" else {int}
+        if not {*map(type, value)} <= types:
             return None
         try:
             array = np.asarray(value, dtype="f8" if kinds == "f" else "i8")
@@ -227,10 +225,11 @@ def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
     mask, scores = row.get("loss_mask"), numbers(row.get("rollout_log_probs"), "f", length=length)
     if mask is not None and (mask := numbers(mask, "iu", length=length)) is None:
         return f"has a loss_mask that does not fit its {length} tokens"
-    given = row.get("metadata")
-    given = given if isinstance(given, dict) else {}
-    metadata = {name: given[name] for name, shape in _METADATA.items() if name in given and _fits(given[name], shape)}
-    versions = [one for one in _list(row.get("weight_versions")) if type(one) is str]
+    fields = row["metadata"] if isinstance(row.get("metadata"), dict) else {}
+    metadata = {
+        name: fields[name] for name, shape in _METADATA.items() if name in fields and _fits(fields[name], shape)
+    }
+    versions = [version for version in _list(row.get("weight_versions")) if type(version) is str]
     if "weight_spans" not in metadata and len(set(versions)) == 1:
         metadata["weight_spans"] = [[versions[0], 0, length]]
     reward, rewards = _rewards(row.get("reward"))
@@ -241,14 +240,12 @@ def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
         tokens=tokens.tolist(),
         response=text if type(text := row.get("response")) is str else "",
         response_length=length,
-        loss_mask=None if mask is None else [int(one != 0) for one in mask.tolist()],
+        loss_mask=None if mask is None else (mask != 0).astype(int).tolist(),
         rollout_log_probs=None if scores is None else scores.tolist(),
         weight_versions=versions,
         remove_sample=row.get("remove_sample") is True,
         reward=reward,
-        status=_STATUS.get(status, Sample.Status.FAILED)
-        if type(status := row.get("status")) is str
-        else Sample.Status.FAILED,
+        status=_STATUS.get(row["status"] if type(row.get("status")) is str else "", Sample.Status.FAILED),
         metadata=metadata,
         rollout_routed_experts=_experts(row.get("rollout_routed_experts"), rows=len(tokens) - 1),
         multimodal_train_inputs=_train_inputs(row.get("multimodal_train_inputs")),
@@ -267,8 +264,8 @@ def _train_inputs(value: Any) -> dict[str, np.ndarray] | None:
     """The tensors that a processor made of images, by name."""
     if not isinstance(value, dict):
         return None
-    arrays = {name: array for name, one in value.items() if type(name) is str and (array := _array(one)) is not None}
-    return arrays or None
+    arrays = {name: _array(tensor) for name, tensor in value.items() if type(name) is str}
+    return {name: array for name, array in arrays.items() if array is not None} or None
 
 
 def _fits(value: Any, shape: Any) -> bool:
@@ -285,9 +282,8 @@ def _messages(prompt: Any) -> Iterator[dict[str, str]]:
     for message in _list(prompt):
         if isinstance(message, dict):
             content = message.get("content")
-            texts = [
-                one.get("text") or f"[{_short(one.get('type'))}]" for one in _list(content) if isinstance(one, dict)
-            ]
+            items = (item for item in _list(content) if isinstance(item, dict))
+            texts = (item.get("text") or f"[{_short(item.get('type'))}]" for item in items)
             text = content if type(content) is str else "\n".join(map(_short, texts))
             yield {"role": _short(message.get("role") or "?"), "content": text}
 
@@ -295,9 +291,8 @@ def _messages(prompt: Any) -> Iterator[dict[str, str]]:
 def _rewards(value: Any) -> tuple[float | None, dict[str, float]]:
     """The reward, and rewards by name. Of several, the first counts as the trained one: the file does not say."""
     if isinstance(value, dict):
-        named = {
-            name: number for name, one in value.items() if type(name) is str and (number := _finite(one)) is not None
-        }
+        numbers = {name: _finite(reward) for name, reward in value.items() if type(name) is str}
+        named = {name: reward for name, reward in numbers.items() if reward is not None}
         return next(iter(named.values()), None), named
     reward = _finite(value)
     return reward, {} if reward is None else {"primary": reward}
@@ -327,10 +322,6 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _short(value: Any) -> str:
-    return (
-        f"{value:.20000}"
-        if type(value) is str
-        else f"{value}"[:40]
-        if type(value) is float or _whole(value) is not None
-        else type(value).__name__
-    )
+    if type(value) is str:
+        return f"{value:.20000}"
+    return f"{value}"[:40] if type(value) is float or _whole(value) is not None else type(value).__name__

@@ -77,7 +77,7 @@ def is_dump(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DumpedStep:
-    """What slime dumped of a rollout id. ``rows`` are the trainer's, by the ``id`` of the Sample; ``groups`` were
+    """The dumps of a rollout id. ``rows`` are the trainer's, by the ``id`` of the Sample; ``groups`` were
     sampled for training, ``evals`` for an evaluation."""
 
     number: int
@@ -103,7 +103,7 @@ class SlimeRun:
         self.run = RunDir(Path(self._directory.name))
         self.rewritten = 0
         """How often earlier lines were replaced."""
-        self._seen: dict[int, dict[Path, tuple[int, int]]] = {}
+        self._files: dict[int, dict[Path, tuple[int, int]]] = {}
         self._errors: dict[Path, str] = {}
         self._trained: set[int] = set()
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda text, key: None)
@@ -127,24 +127,23 @@ class SlimeRun:
         with self._lock:
             dumps = dump_files(self.path)
             now = {number: {file: _identity(file) for file in files} for number, files in dumps.items()}
-            new = [number for number in now if now[number] != self._seen.get(number)]
-            if new and any(number >= new[0] for number in self._seen):
+            new = [number for number in now if now[number] != self._files.get(number)]
+            if new and any(number >= new[0] for number in self._files):
                 self.rewritten += 1
                 for file in (self._metrics, self._groups, self._rollouts):
                     file.close()
                 cut(new[0] - 1, self.run.metrics, self.run.groups, self.run.rollouts)
             for number in now if new else ():
                 if number >= new[0]:
-                    self._seen[number] = now[number]
+                    self._files[number] = now[number]
                     self._read(number, dumps[number])
 
     def step(self, number: int) -> DumpedStep:
         """The dump of the rollout id ``number``. Raises ``ConfigError`` if there is none, or a file cannot be read."""
         dumps = dump_files(self.path)
         if number not in dumps:
-            raise ConfigError(
-                f"{self.path} has no rollout id {number}, only {min(dumps, default=0)} to {max(dumps, default=-1)}"
-            )
+            present = f"{min(dumps, default=0)} to {max(dumps, default=-1)}"
+            raise ConfigError(f"{self.path} has no rollout id {number}, only {present}")
         step = self._load(number, dumps[number])
         if damaged := [file for file, evaluation in dumps[number].items() if file in self._errors and not evaluation]:
             raise ConfigError(f"{damaged[0]} {self._errors[damaged[0]]}")
@@ -153,7 +152,7 @@ class SlimeRun:
     def describe(self, step: DumpedStep, rollouts: Iterable[str]) -> dict[str, dict[str, Any]]:
         """These ``rollouts`` of ``step`` by id, as lines of ``rollouts.jsonl``."""
         groups = self._lines(step, dict.fromkeys(rollouts, "all"))
-        return {record["rollout_id"]: record for _, kept in groups for record in kept}
+        return {record["rollout_id"]: record for _, lines in groups for record in lines}
 
     def _load(self, number: int, files: Mapping[Path, bool]) -> DumpedStep:
         dumped: dict[bool, list[DumpedSample]] = {False: [], True: []}
@@ -174,10 +173,10 @@ class SlimeRun:
             except ValueError as error:
                 self._errors[path] = f"is left out: it {error}"
                 continue
-            dumped[evaluation] += [one for one in read if not isinstance(one, str)]
-            if bad := [(at, one) for at, one in enumerate(read) if isinstance(one, str)]:
+            dumped[evaluation] += [dump for dump in read if not isinstance(dump, str)]
+            if bad := [(position, dump) for position, dump in enumerate(read) if isinstance(dump, str)]:
                 self._errors[path] = f"has {len(bad)} Samples that are left out; number {bad[0][0]} {bad[0][1]}"
-        scores = {id(one.sample): row for one in dumped[False] if (row := _take(rows, one)) is not None}
+        scores = {id(dump.sample): row for dump in dumped[False] if (row := _take(rows, dump)) is not None}
         conversations: dict[str, list[dict[str, str]]] = {}
         groups = [self._group(number, name, part, scores, conversations) for name, part in _groups(dumped[False])]
         evals = [self._group(number, name, part, {}, {}) for name, part in _groups(dumped[True])]
@@ -209,14 +208,16 @@ class SlimeRun:
         conversations: dict[str, list[dict[str, str]]],
     ) -> GroupResult:
         """A group with one member per rollout; their messages are added to ``conversations``."""
-        parts: dict[str, list[DumpedSample]] = defaultdict(list)
-        for at, one in enumerate(dumped):
-            rollout = one.sample.rollout_id
-            rollout = one.sample.index if rollout is None else rollout
-            parts[f"{number}-{group}-{at}s" if rollout is None else f"{number}-{group}-{rollout}"].append(one)
+        members_dumps: dict[str, list[DumpedSample]] = defaultdict(list)
+        for position, dump in enumerate(dumped):
+            rollout = dump.sample.rollout_id
+            rollout = dump.sample.index if rollout is None else rollout
+            members_dumps[f"{number}-{group}-{position}s" if rollout is None else f"{number}-{group}-{rollout}"].append(
+                dump
+            )
         members = []
-        for name, part in parts.items():
-            conversations[name] = [message for one in part for message in (*one.messages, *self._response(one))]
+        for name, part in members_dumps.items():
+            conversations[name] = [message for dump in part for message in (*dump.messages, *self._response(dump))]
             first = part[0].sample
             status, row = first.status.value, rows.get(id(first))
             reward = row.raw_reward if row is not None and row.raw_reward is not None else part[0].reward
@@ -225,10 +226,10 @@ class SlimeRun:
                 MemberResult(
                     rollout_id=name,
                     group_id=group,
-                    samples=tuple(one.sample for one in part),
+                    samples=tuple(dump.sample for dump in part),
                     reward=reward,
                     rewards=part[0].rewards,
-                    sampled_tokens=sum(int(mask_of(one.sample).sum()) for one in part),
+                    sampled_tokens=sum(int(mask_of(dump.sample).sum()) for dump in part),
                     turns=max(first.metadata.get("turns", 1), 0),
                     failure=failure,
                     outcome_if_failed=_UNFINISHED.get(status, Outcome.FAILED),
@@ -237,38 +238,32 @@ class SlimeRun:
             )
         ready = any(member.ok for member in members)
         code = "" if ready else members[0].failure or ""
-        return GroupResult(
-            group_id=f"{number}-{group}",
-            mode="train",
-            size=len(members),
-            members=tuple(members),
-            ready=ready,
-            code=code,
-        )
+        about: dict[str, Any] = {"group_id": f"{number}-{group}", "mode": "train", "size": len(members)}
+        return GroupResult(**about, members=tuple(members), ready=ready, code=code)
 
-    def _response(self, one: DumpedSample) -> Iterator[dict[str, str]]:
+    def _response(self, dump: DumpedSample) -> Iterator[dict[str, str]]:
         """The messages after the prompt: sampled text, and the environment's text between."""
-        sample, mask = one.sample, one.sample.loss_mask
+        sample, mask = dump.sample, dump.sample.loss_mask
         if self._tokenizer is None or mask is None or all(mask):
             yield {"role": "assistant", "content": sample.response}
             return
         ids = sample.tokens[len(sample.tokens) - sample.response_length :]
-        for sampled, part in groupby(range(sample.response_length), key=lambda at: bool(mask[at])):
-            text = self._tokenizer.decode([ids[at] for at in part])
+        for sampled, part in groupby(range(sample.response_length), key=lambda index: bool(mask[index])):
+            text = self._tokenizer.decode([ids[index] for index in part])
             yield {"role": "assistant" if sampled else "environment", "content": text}
 
     def _write(self, step: DumpedStep) -> None:
         rewards = {member.rollout_id: member.reward for group in step.groups for member in group.members}
         labels: dict[str, str] = {}
-        if sum(size for files in self._seen.values() for _, size in files.values()) <= _ALL_BYTES:
+        if sum(size for files in self._files.values() for _, size in files.values()) <= _ALL_BYTES:
             labels = dict.fromkeys(rewards, "all")
         elif self._budget.allows(step.number):
             labels = choose_rollouts(rewards, iteration=step.number)
-        lines, kept = [], []
+        lines, rollout_lines = [], []
         for line, records in self._lines(step, labels):
-            kept += records
-            lines.append({**line, "kept": [one for one in line["rollouts"] if one in labels]})
-        self._rollouts.append(step.number, kept)
+            rollout_lines += records
+            lines.append({**line, "kept": [rollout_id for rollout_id in line["rollouts"] if rollout_id in labels]})
+        self._rollouts.append(step.number, rollout_lines)
         self._groups.append(step.number, lines)
 
     def _lines(
@@ -277,31 +272,28 @@ class SlimeRun:
         """A line of each group, with the lines of its rollouts that have a label."""
         rows = step.rows
         for group in step.groups:
-            line, kept = describe_group(group, collected=step.number), []
-            trained = [
-                any(id(s) in rows and rows[id(s)].mask.any() for s in member.samples) for member in group.members
-            ]
-            line["outcomes"] = [
-                "trained" if one else before for one, before in zip(trained, line["outcomes"], strict=True)
-            ]
+            line, rollout_lines = describe_group(group, collected=step.number), []
+            for number, member in enumerate(group.members):
+                if any(id(sample) in rows and rows[id(sample)].mask.any() for sample in member.samples):
+                    line["outcomes"][number] = "trained"
             for member, outcome in zip(group.members, line["outcomes"], strict=True):
                 if label := labels.get(member.rollout_id):
                     record = describe_member(member, line, self._pieces, lambda s, _: _scores(s, rows.get(id(s))))
                     record |= {"label": label, "outcome": outcome}
-                    kept.append(jsonable({**record, "messages": step.conversations[member.rollout_id]}))
-            yield line, kept
+                    rollout_lines.append(jsonable({**record, "messages": step.conversations[member.rollout_id]}))
+            yield line, rollout_lines
 
 
 def _groups(dumped: Sequence[DumpedSample]) -> Iterator[tuple[str, list[DumpedSample]]]:
     """Samples by slime's group index; one without an index is a group by itself."""
     groups: dict[str, list[DumpedSample]] = defaultdict(list)
-    for at, one in enumerate(dumped):
-        groups[f"s{at}" if one.sample.group_index is None else f"g{one.sample.group_index}"].append(one)
+    for position, dump in enumerate(dumped):
+        groups[f"s{position}" if dump.sample.group_index is None else f"g{dump.sample.group_index}"].append(dump)
     yield from groups.items()
 
 
-def _take(rows: Mapping[bytes, list[TrainedRow]], one: DumpedSample) -> TrainedRow | None:
-    same = rows.get(key_of(one.sample.tokens, one.sample.response_length))
+def _take(rows: Mapping[bytes, list[TrainedRow]], dump: DumpedSample) -> TrainedRow | None:
+    same = rows.get(key_of(dump.sample.tokens, dump.sample.response_length))
     return same.pop(0) if same else None
 
 
@@ -310,7 +302,7 @@ def _scores(sample: Any, row: TrainedRow | None) -> tuple[np.ndarray, np.ndarray
     if row is None or (row.log_probs is None and row.advantages is None):
         return None
     mask, unknown = mask_of(sample), np.full(sample.response_length, np.nan)
-    log_probs, advantages = (unknown if one is None else one for one in (row.log_probs, row.advantages))
+    log_probs, advantages = (unknown if column is None else column for column in (row.log_probs, row.advantages))
     return log_probs[mask].astype("f4"), advantages[mask].astype("f4")
 
 
@@ -319,21 +311,12 @@ def _train_metrics(rows: Sequence[TrainedRow]) -> dict[str, Any]:
     if not rows:
         return {}
     with np.errstate(invalid="ignore"):  # a file may hold infinity
-        both = [
-            (row.log_probs - row.engine)[row.mask]
-            for row in rows
-            if row.log_probs is not None and row.engine is not None
-        ]
-    differences = np.abs(np.concatenate(both)) if both else np.zeros(0)
-    metrics: dict[str, Any] = {
-        names.TOKENS_TRAINED: int(sum(row.mask.sum() for row in rows)),
-        "train/samples": len(rows),
-    }
-    if len(differences):
-        metrics |= {
-            names.LOGPROB_DIFF_MAX: float(differences.max()),
-            "train/logprob_diff_mean": float(differences.mean()),
-        }
+        pairs = ((row.log_probs, row.engine, row.mask) for row in rows)
+        differences = [(ours - engine)[mask] for ours, engine, mask in pairs if ours is not None and engine is not None]
+    tokens = int(sum(row.mask.sum() for row in rows))
+    metrics: dict[str, Any] = {names.TOKENS_TRAINED: tokens, "train/samples": len(rows)}
+    if differences and len(sizes := np.abs(np.concatenate(differences))):
+        metrics |= {names.LOGPROB_DIFF_MAX: float(sizes.max()), "train/logprob_diff_mean": float(sizes.mean())}
     return metrics
 
 
@@ -349,7 +332,7 @@ class _IdDecoder:
     """Decodes tokens as ids, without a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(f"‹{one}›" for one in ids)
+        return "".join(f"‹{token}›" for token in ids)
 
 
 def _tokenizer(directory: Path) -> Any:

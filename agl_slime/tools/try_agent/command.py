@@ -1,4 +1,4 @@
-"""``agl-slime try``: one task of an agent, with what the model said, its tools, the reward and the tokens."""
+"""``agl-slime try``: one task of an agent, with the messages of the model, its tools, the reward and the tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from agl_slime.agent.loading import load_agent
-from agl_slime.cli.flags import split_env_flags
+from agl_slime.cli.options import split_env_flags
 from agl_slime.cli.settings import command_config, parse_command, train_config
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import AglSlimeError, ConfigError
@@ -29,8 +29,8 @@ _RUN_SETTINGS |= {"sglang_url": None, "engine": "embedded"}
 
 @dataclass(frozen=True, kw_only=True)
 class TryCommand(OtherModel):
-    """Run one task by hand and show what the model said, its tools, the reward and the tokens. Exit code 1 when the
-    rollout failed."""
+    """Run one task by hand and show the messages of the model, its tools, the reward and the tokens. Exit code 1 when
+    the rollout failed."""
 
     agent: tyro.conf.Positional[str | None] = None
     """path/to/file.py:Class or module:Class; a file with one agent needs no name."""
@@ -47,10 +47,12 @@ class TryCommand(OtherModel):
 
 def main(arguments: Sequence[str]) -> None:
     ours, env_flags = split_env_flags(arguments)
-    more = {"env_arguments": env_flags or None}
-    config = parse_command(TryCommand, _RUN_SETTINGS, prog="agl-slime try", arguments=ours, **more)
-    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("agent", "settings")}
-    asyncio.run(try_task(config.agent, **given, **config.settings))
+    env_options = {"env_arguments": env_flags or None}
+    config = parse_command(TryCommand, _RUN_SETTINGS, prog="agl-slime try", arguments=ours, **env_options)
+    options = {
+        each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("agent", "settings")
+    }
+    asyncio.run(try_task(config.agent, **options, **config.settings))
 
 
 async def try_task(
@@ -83,12 +85,12 @@ async def _unnamed_model(settings: Mapping[str, Any]) -> Path:
     from agl_slime.cli.start import unnamed_model
     from agl_slime.engine.client.client import SGLangClient
 
-    given = {name: settings[name] for name in ("agent", "env") if settings.get(name) is not None}
-    config, described = train_config(**given), None
+    settings_of_agent = {name: settings[name] for name in ("agent", "env") if settings.get(name) is not None}
+    config, described = train_config(**settings_of_agent), None
     if (url := settings.get("sglang_url")) is not None:
         async with SGLangClient(base_url=url) as client:
             described = await client.probe()
-    return unnamed_model(config, None if "env" in given else load_agent(config.agent), described)
+    return unnamed_model(config, None if "env" in settings_of_agent else load_agent(config.agent), described)
 
 
 async def _roll_out(ready: Prepared, task: Any) -> MemberResult:
@@ -96,9 +98,8 @@ async def _roll_out(ready: Prepared, task: Any) -> MemberResult:
     from agl_slime.tools.evaluation.samples import SampleFile, take_samples
 
     with tempfile.TemporaryDirectory() as scratch, SampleFile(Path(scratch) / "one.jsonl") as file:
-        more: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": PlainConsole(stderr=True)}
-        model, agent = ready.models[0], ready.agent
-        async with sampling_with(ready.settings, model, agent, ready.sampling, max_concurrent=1, **more) as sampling:
+        options: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": PlainConsole(stderr=True)}
+        async with sampling_with(ready, ready.models[0], max_concurrent=1, **options) as sampling:
             await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
         assert file.last is not None  # take_samples returns when the sample has ended
         return file.last
@@ -115,8 +116,10 @@ def describe(member: MemberResult) -> Iterator[str]:
     if not member.ok:
         yield f"failed: {member.failure} {member.failure_message}"
     else:
-        parts = ", ".join(f"{name} {value:g}" for name, value in [*member.rewards.items()][1:])  # the first is trained
-        yield f"reward: {member.reward:g}" + (f" ({parts})" if parts else "")
+        rewards = ", ".join(
+            f"{name} {value:g}" for name, value in [*member.rewards.items()][1:]
+        )  # the first is trained
+        yield f"reward: {member.reward:g}" + (f" ({rewards})" if rewards else "")
     if member.samples:
         trained = sum(sum(sample.loss_mask or ()) for sample in member.samples)
         lengths = " + ".join(str(len(sample.tokens)) for sample in member.samples)
@@ -128,28 +131,28 @@ def describe(member: MemberResult) -> Iterator[str]:
 
 def _conversations(trajectory: Trajectory) -> Iterator[str]:
     """Each message once: of a turn the messages that no earlier turn began with, then its answer and its tokens."""
-    seen: list[tuple[Mapping[str, Any], ...]] = []
+    printed: list[tuple[Mapping[str, Any], ...]] = []
     for number, turn in enumerate(trajectory.turns):
-        asked = turn.messages or ()
-        shared = max((len(before) for before in seen if asked[: len(before)] == before), default=0)
-        if seen and not shared:
+        messages = turn.messages or ()
+        shared = max((len(turn) for turn in printed if messages[: len(turn)] == turn), default=0)
+        if printed and not shared:
             yield "(another conversation)"
         # the next message is that turn's answer, which was shown as the model wrote it
-        answered = shared and [message.get("role") for message in asked[shared : shared + 1]] == ["assistant"]
-        for message in asked[shared + bool(answered) :]:
+        answered = shared and [message.get("role") for message in messages[shared : shared + 1]] == ["assistant"]
+        for message in messages[shared + bool(answered) :]:
             yield f"{message.get('role')}: {_text(message)}"
         yield f"assistant: {turn.text}"
         if len(turn.prompt_ids):
             about = f"{len(turn.prompt_ids)} tokens of prompt, {len(turn.response_ids)} sampled"
             yield f"  [turn {number + 1}: {about}, {turn.finish_reason}, {turn.latency_s:.1f} s]"
-        seen.append(asked)
+        printed.append(messages)
 
 
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        parts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
-        content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+        texts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
+        content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in texts)
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
     return " ".join(
         [*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]

@@ -18,7 +18,7 @@ import transformers
 from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import Request, Sampling
 from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
-from agl_slime.tools.forensics.gaps import Candidate, Diagnosis, KeptSample, explain
+from agl_slime.tools.forensics.gaps import Diagnosis, KeptSample, explain
 from agl_slime.types import Sample, sample_from_fields
 
 NEW, OLD, BASE = "v000003", "v000002", "base"
@@ -106,9 +106,9 @@ class Bench:
         return scores
 
     def diagnosis(self, recorded: list[np.ndarray], **conditions: Any) -> Diagnosis:
-        candidates = Conditions(**{"others": {"the weights of version 2": self.directory / OLD}, **conditions})
+        candidates = Conditions(**{"other_weights": {"the weights of version 2": self.directory / OLD}, **conditions})
         passes = Counterfactuals(self.directory / NEW, self.samples, conditions=candidates, tokenizer=self.tokenizer)
-        return explain(self.samples, recorded, passes.expected, (Candidate(*f) for f in passes.faults(recorded)))
+        return explain(self.samples, recorded, passes.expected, passes.faults(recorded))
 
 
 def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSample]:

@@ -172,7 +172,7 @@ def of_weights(scored: Callable[[Bench], list[np.ndarray]]) -> Fault:
     def diagnosis(bench: Bench) -> Diagnosis:
         result = bench.diagnosis(scored(bench), without_adapter=bench.directory / BASE)
         assert result.first is not None
-        assert result.first.left < 0.1 * result.gap
+        assert result.first.unexplained < 0.1 * result.gap
         return result
 
     return diagnosis
@@ -252,7 +252,7 @@ def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench):
         diagnosis = replace(routed, samples=wrong).diagnosis(routed.sampled())
         assert diagnosis.sentence.startswith(f"routing: the engine used {fault} (100 %"), diagnosis
         assert diagnosis.first is not None
-        assert diagnosis.first.left < 1e-4 < 0.01 < diagnosis.gap
+        assert diagnosis.first.unexplained < 1e-4 < 0.01 < diagnosis.gap
 
 
 def test_an_unknown_cause_has_no_name(bench: Bench):
@@ -300,7 +300,7 @@ async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
     run = write_run(tmp_path / "bare", planted, base=policy_dir, version="0")
     diagnosis, _ = await diagnose_run(run, embedded_engine)
     assert diagnosis.sentence.startswith("system_message: the engine was asked without the system message"), diagnosis
-    assert diagnosis.parts["engine"] < 1e-4 < diagnosis.parts["decode"]
+    assert diagnosis.differences["engine"] < 1e-4 < diagnosis.differences["decode"]
 
     run = write_run(tmp_path / "late", bench.samples, base=policy_dir, version="3")
     shutil.copytree(bench.directory / NEW, run / "weights" / NEW)
@@ -323,8 +323,8 @@ async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, be
     diagnosis, version = await diagnose_run(run, server.url)
     assert version == "0"
     assert diagnosis.first is None, diagnosis.sentence
-    assert max(diagnosis.parts.values()) < 1e-4
-    assert {"sampler", "cache", "batch", "engine"} <= {*diagnosis.parts}
+    assert max(diagnosis.differences.values()) < 1e-4
+    assert {"sampler", "cache", "batch", "engine"} <= {*diagnosis.differences}
 
 
 def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):

@@ -54,7 +54,7 @@ def test_a_clean_dump_of_slimes_has_no_cause(bench: Bench, routed: Bench, tmp_pa
     for number, clean in enumerate((bench, routed)):
         diagnosis = diagnosis_of_dump(tmp_path / str(number), clean, clean.samples, trainer=clean.sampled())
         assert is_clean(diagnosis)
-        assert {name: nats < 1e-4 for name, nats in diagnosis.parts.items()} == {"sampler": True, "trainer": True}
+        assert {name: nats < 1e-4 for name, nats in diagnosis.differences.items()} == {"sampler": True, "trainer": True}
 
 
 def test_faults_in_slimes_dumps_are_named_first(bench: Bench, tmp_path: Path):
@@ -65,7 +65,7 @@ def test_faults_in_slimes_dumps_are_named_first(bench: Bench, tmp_path: Path):
         (late, "late_weights", {"others": (bench.directory / OLD,)}),
     ):
         diagnosis = diagnosis_of_dump(tmp_path / fault, bench, samples, **config)
-        assert (cause(diagnosis), diagnosis.of) == (fault, "sampler"), diagnosis.sentence
+        assert (cause(diagnosis), diagnosis.subject) == (fault, "sampler"), diagnosis.sentence
     flags = ["--rollout-temperature", "0.7", "--lr", "1e-6"]
     assert is_clean(diagnosis_of_dump(tmp_path / "flags", bench, cooler, *flags))
 
@@ -76,7 +76,7 @@ def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: Bench, tmp_p
     wrong = [replace(sample, experts=rows) for sample, rows in zip(routed.samples, experts, strict=True)]
     passes = Counterfactuals(routed.directory / NEW, wrong, conditions=Conditions())
     diagnosis = diagnosis_of_dump(tmp_path, routed, routed.samples, trainer=passes.expected)
-    assert diagnosis.parts["sampler"] < 1e-4 < 0.01 < diagnosis.parts["trainer"]
+    assert diagnosis.differences["sampler"] < 1e-4 < 0.01 < diagnosis.differences["trainer"]
     sentence = "routing: the trainer used the experts that are recorded for the token before"
     assert diagnosis.sentence.startswith(sentence), diagnosis
 

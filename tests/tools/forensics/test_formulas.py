@@ -129,6 +129,6 @@ def test_flags_are_slimes_and_others_are_skipped() -> None:
     words = "--actor-num-gpus-per-node 8 --eps-clip-high=0.28 --use-tis --disable-grpo-std-normalization --lr 3e-6"
     flags = StepFlags.parse([*words.split(), "--colocate", "--eps-clip-c", "3"])
     assert (flags.eps_clip_high, flags.use_tis, flags.grpo_std_normalization, flags.lr) == (0.28, True, False, 3e-6)
-    assert (flags.eps_clip, flags.rewards_normalization, flags.given) == (0.2, True, True)
+    assert (flags.eps_clip, flags.rewards_normalization, flags.specified) == (0.2, True, True)
     assert flags.left_out == ("--eps-clip-c",)
-    assert not StepFlags.parse([]).given
+    assert not StepFlags.parse([]).specified

@@ -154,7 +154,7 @@ def test_a_fault_of_the_positions_in_images_is_named_first(images: VisionModel, 
         diagnosis = images.diagnosis(tmp_path, images.log_probs(change))
         assert diagnosis.sentence.startswith(f"image_positions: the engine {fault} ("), diagnosis
         assert diagnosis.first is not None
-        assert diagnosis.first.left < 0.1 * diagnosis.gap
+        assert diagnosis.first.unexplained < 0.1 * diagnosis.gap
 
 
 def test_images_that_do_not_fit_the_tokens_are_one_sentence(images: VisionModel, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from agl_slime.cli.main import main
 from agl_slime.report.files import IterationFile
 from agl_slime.tools.forensics.onset import Onset, find_onsets
-from agl_slime.tools.forensics.traits import Seen, Trait, see
+from agl_slime.tools.forensics.traits import RolloutTraits, Trait, read_traits
 from tests.harness.examples import examples
 from tests.tools.forensics.behaviours import PLANTED, a_run, call
 
@@ -28,13 +28,13 @@ SIZES = {"iterations": 60, "groups": 3, "size": 4}
 
 
 def traits_of(line: dict[str, Any]) -> frozenset[Trait]:
-    rollout = see(line)
+    rollout = read_traits(line)
     assert rollout is not None
     return rollout.traits
 
 
 def onsets(lines: Sequence[dict[str, Any]]) -> list[Onset]:
-    return find_onsets(traits for line in lines if (traits := see(line)) is not None)
+    return find_onsets(traits for line in lines if (traits := read_traits(line)) is not None)
 
 
 QUICK = {"phrase", "truncated"}
@@ -47,7 +47,7 @@ def test_planted_behaviour_is_found_within_five_iterations(seed: int, name: str)
     lines, planted = a_run(3000 + seed, behaviour=PLANTED[name], start=start, **SIZES)
     near = [onset for onset in onsets(lines) if abs(onset.iteration - start) <= NEAR]
     (planted_onset,) = [onset for onset in near if name in (onset.trait.kind, *(also.kind for also in onset.also))]
-    assert planted_onset.after - planted_onset.before > 0.3
+    assert planted_onset.share_after - planted_onset.share_before > 0.3
     assert planted & set(planted_onset.first)
 
 
@@ -64,10 +64,10 @@ def test_at_most_one_of_ten_runs_that_only_learn_has_an_onset(runs: int) -> None
     assert sum(bool(onsets(a_run(3000 + seed, **SIZES)[0])) for seed in range(runs)) <= 1
 
 
-def rollout(iteration: int, member: int, reward: float | None, *traits: Trait) -> Seen:
+def rollout(iteration: int, member: int, reward: float | None, *traits: Trait) -> RolloutTraits:
     name = f"{iteration}.{member}"
     fields: dict[str, Any] = {"rollout_id": name, "iteration": iteration, "group": str(iteration), "reward": reward}
-    return Seen(**fields, words=5, calls=0, traits=frozenset(traits))
+    return RolloutTraits(**fields, words=5, calls=0, traits=frozenset(traits))
 
 
 def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
@@ -80,7 +80,7 @@ def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
     ]
     (onset,) = find_onsets(rollouts)
     assert (onset.trait, onset.iteration, onset.first) == (PHRASE, 212, ["212.0", "212.2", "212.4"])
-    assert (onset.before, onset.after) == (pytest.approx(0, abs=0.01), pytest.approx(0.5, abs=0.01))
+    assert (onset.share_before, onset.share_after) == (pytest.approx(0, abs=0.01), pytest.approx(0.5, abs=0.01))
     assert (onset.pays, onset.groups) == (pytest.approx(0.4), 18)
     assert (onset.reward_before, onset.reward_after) == (pytest.approx(0.5), pytest.approx(0.7))
     assert onset.correlation == pytest.approx(1)
@@ -88,7 +88,7 @@ def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
     assert "it pays +0.4 (18 groups with both)" in onset.sentence
 
 
-def steps_of(having: Callable[[int, int], bool], iterations: int = 20) -> list[Seen]:
+def steps_of(having: Callable[[int, int], bool], iterations: int = 20) -> list[RolloutTraits]:
     members = [(iteration, member) for iteration in range(iterations) for member in range(16)]
     return [rollout(iteration, member, 1.0, *[PHRASE] * having(iteration, member)) for iteration, member in members]
 
@@ -123,7 +123,7 @@ def test_traits_of_one_rollout() -> None:
         call("check"),
         {"role": "assistant", "content": "The sum is 12."},
     ]
-    onset = see({"iteration": 3, "rollout_id": "r", "group_id": "g", "reward": math.nan, "messages": messages})
+    onset = read_traits({"iteration": 3, "rollout_id": "r", "group_id": "g", "reward": math.nan, "messages": messages})
     assert onset is not None
     assert (onset.iteration, onset.reward, onset.calls) == (3, None, 2)
     assert {Trait("tool", "add"), Trait("tool", "check"), Trait("tools", "add → check")} <= onset.traits
@@ -154,7 +154,7 @@ def an_odd_run(seed: int, *, iterations: int, size: int, start: int) -> list[dic
 def test_odd_rollouts_are_read_and_their_order_is_of_no_account(seed: int, iterations: int, size: int, start: int):
     lines = an_odd_run(seed, iterations=iterations, size=size, start=start)
     ordered = onsets(lines)
-    assert all(0 <= onset.before < onset.after <= 1 and onset.first for onset in ordered)
+    assert all(0 <= onset.share_before < onset.share_after <= 1 and onset.first for onset in ordered)
     random.Random(seed).shuffle(lines)
     assert onsets(lines) == ordered
 

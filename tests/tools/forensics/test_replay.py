@@ -15,9 +15,9 @@ import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import IterationFile, jsonable
-from agl_slime.report.rollouts import describe_batch, describe_tokens, pack
-from agl_slime.tools.forensics.gaps import unpack
-from agl_slime.tools.forensics.replay import ReplayConfig, print_influences, replay
+from agl_slime.report.rollouts import describe_batch, describe_tokens, pack, unpack
+from agl_slime.tools.forensics.replay import replay
+from agl_slime.tools.forensics.steps import ReplayConfig, print_influences
 from agl_slime.train.local import LocalTrainerSettings
 from agl_slime.types import Sample
 from tests.harness.trainer_policy import make_model, make_samples
@@ -122,15 +122,15 @@ def test_influences_of_a_step_name_its_rollouts_and_moved_tokens(run: Path, caps
     influences = result.influences
     assert influences is not None
     assert [*influences.rollouts] == [f"r2.{number}" for number in range(8)]
-    assert (influences.of.sketch, influences.lr) == (0, SETTINGS.lr)
-    assert influences.of.shares.sum() == pytest.approx(1.0)
+    assert (influences.gradients.sketch, influences.lr) == (0, SETTINGS.lr)
+    assert influences.gradients.shares.sum() == pytest.approx(1.0)
     assert len(influences.tokens) == sum(sum(sample.loss_mask or ()) for group in batch_of(2) for sample in group)
     changes = [token.size for token in influences.tokens]
     assert changes == sorted(changes, reverse=True)
     print_influences(influences, most=3)
     output = capsys.readouterr().out
     assert "exact" in output
-    assert influences.rollouts[abs(influences.of.shares).argmax()] in output
+    assert influences.rollouts[abs(influences.gradients.shares).argmax()] in output
     assert f"at {influences.tokens[0].place} of {influences.tokens[0].rollout_id}" in output
 
 

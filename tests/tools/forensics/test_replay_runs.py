@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.tools.forensics.replay import ReplayConfig, main, replay
+from agl_slime.tools.forensics.replay import main, replay
+from agl_slime.tools.forensics.steps import ReplayConfig
 from tests.harness.training import needs_torch, run_of
 
 pytestmark = needs_torch

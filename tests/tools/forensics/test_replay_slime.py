@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.tools.forensics.replay import ReplayConfig, main
+from agl_slime.tools.forensics.replay import main
 from agl_slime.tools.forensics.replay_slime import SlimeReplay, replay_dump
+from agl_slime.tools.forensics.steps import ReplayConfig
 from agl_slime.types import Sample
 from tests.harness.slime_dumps import write_dump
 from tests.harness.slime_programs import require_slime, run_program
@@ -141,7 +142,7 @@ def test_changes_give_the_step_that_would_have_been(dump: Path, dumped: Dumped, 
         assert result.changed is not None
         assert abs(expected) > 1e-3  # or equality would say little
         assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
-        assert result.changed["train/loss"] != pytest.approx(result.again["train/loss"], abs=1e-4)
+        assert result.changed["train/loss"] != pytest.approx(result.computed["train/loss"], abs=1e-4)
 
 
 def test_clip_range_bounds_ratios_to_the_engine(dump: Path, dumped: Dumped) -> None:
@@ -179,7 +180,7 @@ def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dum
     result = replayed(dump, model=policy, influences=2, without=(f"{STEP}-g0-2",))
     assert differences(result)["the checkpoint's log-probs"] == pytest.approx(0.0, abs=1e-5)
     expected = float(gradient(policy, batch(dumped.rewards), **settings).norm())
-    assert result.again["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    assert result.computed["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
     assert "train/grad_norm" not in result.recorded
     first = normalized([dumped.samples[n].reward for n in (0, 1, 3)], 3)
     remaining = [*first[:2], 0.0, first[2], *dumped.rewards[4:]]
@@ -187,7 +188,7 @@ def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dum
     expected = float(gradient(policy, batch(remaining, without=2), **settings).norm())
     assert result.changed["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
     assert result.influences is not None
-    assert result.influences.of.shares.sum() == pytest.approx(1.0)
+    assert result.influences.gradients.shares.sum() == pytest.approx(1.0)
     assert [*result.influences.rollouts] == [f"{STEP}-g{n // 4}-{n}" for n in range(8)]
 
 
@@ -204,7 +205,7 @@ def test_command_names_figures_that_it_cannot_compute(dump: Path, capsys: pytest
 
 def test_dump_without_train_data_takes_the_engines_log_probs(dumped: Dumped, tmp_path: Path) -> None:
     result = replayed(write_dump(tmp_path, STEP, dumped.samples), loss="cispo")
-    assert (result.recorded, result.again["train/train_rollout_logprob_abs_diff"]) == ({}, 0.0)
+    assert (result.recorded, result.computed["train/train_rollout_logprob_abs_diff"]) == ({}, 0.0)
     assert result.changed is not None
     expected = loss_of(dumped, lambda n, t: -dumped.rewards[n] * dumped.engine[n][t])
     assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
@@ -221,7 +222,7 @@ def test_rewards_of_a_batch_or_of_an_unknown_rule_are_named(dumped: Dumped, tmp_
     nan = [np.full(dumped.samples[0].response_length, np.nan)]
     columns = {"log_probs": dumped.log_probs[:1], "rewards": [float("nan")], "advantages": nan}
     alone = replayed(write_dump(tmp_path / "alone", STEP, dumped.samples[:1], columns))
-    assert (alone.recorded, alone.again) == ({}, {})
+    assert (alone.recorded, alone.computed) == ({}, {})
     for result, difference, sentence in (
         (batch, 0.0, "not each prompt's"),
         (replayed(dumped.write(tmp_path / "skewed", rewards=skewed)), 0.25, "No rule of slime's gives the recorded"),
@@ -266,7 +267,7 @@ def test_steps_from_slimes_dumps_equal_what_slime_computed(tmp_path: Path):
         expected = slimes[name]
         for figure in ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "tis", "tis_clipfrac", "grad_norm"):
             if figure in expected and not (figure == "grad_norm" and "kl_loss" in expected):
-                assert result.again[f"train/{figure}"] == pytest.approx(expected[figure], abs=2e-5), (name, figure)
+                assert result.computed[f"train/{figure}"] == pytest.approx(expected[figure], abs=2e-5), (name, figure)
         recorded = result.recorded["train/train_rollout_logprob_abs_diff"]
         assert recorded == pytest.approx(expected["train_rollout_logprob_abs_diff"], abs=1e-5)
         # without the flags, the rule of rewards follows from the recorded ones
@@ -275,7 +276,7 @@ def test_steps_from_slimes_dumps_equal_what_slime_computed(tmp_path: Path):
     scored = AutopsyConfig(run_dir=tmp_path / "grpo", step=0, model=tmp_path / "policy", samples=12)
     diagnosis, case = asyncio.run(autopsy(scored))
     assert len(case.samples) == 12
-    assert diagnosis.parts["trainer"] < 1e-5
+    assert diagnosis.differences["trainer"] < 1e-5
     # slime's manager got log-probs with noise of 0.1
     assert diagnosis.first is None, diagnosis.sentence
-    assert 0.05 < diagnosis.parts["sampler"] < 0.11
+    assert 0.05 < diagnosis.differences["sampler"] < 0.11

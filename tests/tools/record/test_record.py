@@ -246,7 +246,7 @@ def test_a_torn_line_loses_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, task: Any, rewards: list[Any], tail: bytes
 ) -> None:
     file = RolloutFile(tmp_path_factory.mktemp("recorded"), "ro-1")
-    file.create(task=task, metadata={"half an emoji": "\ud83d"}, at=1.0)
+    file.create(task=task, metadata={"half an emoji": "\ud83d"}, time=1.0)
     for reward in rewards:
         with file.path.open("ab") as torn:
             torn.write(b'{"span": ' + tail.replace(b"\n", b""))

@@ -1,4 +1,4 @@
-"""An agent with two tools: ``find`` returns the shelf of an item, ``count`` what the shelf holds, and the answer is
+"""An agent with two tools: ``find`` returns the shelf of an item, ``count`` the number of items on it; the answer is
 that number.
 
 Replace the tools, the prompt and the reward by your own. With a model that can already use tools you need no

@@ -29,7 +29,7 @@ from agl_slime.support.threads import run_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunParts:
+class RunInputs:
     """Agent, tasks, further resources and store of a run, made from its settings or passed by a program.
 
     ``agent`` is ``None`` when another process runs it. ``behind_gateway``: the runners start no gateway, so the run
@@ -85,14 +85,14 @@ def teacher_warning(config: TrainConfig) -> dict[str, str]:
 
 @contextmanager
 def model_for_agents(
-    config: TrainConfig, parts: RunParts, *, url: str, model_path: Path, sampling: dict[str, Any] | None = None
+    config: TrainConfig, inputs: RunInputs, *, url: str, model_path: Path, sampling: dict[str, Any] | None = None
 ) -> Iterator[LLM]:
     """The resource ``main_llm`` of agents: the engine at ``url``, or a gateway before it. ``sampling`` replaces the
     sampling parameters of ``config``."""
     sampling = {**config.template, **(sampling or sampling_parameters(config))}
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
     pool_has_gateway = config.environment.name is not None or config.runners == "controller"
-    if pool_has_gateway or not parts.behind_gateway:
+    if pool_has_gateway or not inputs.behind_gateway:
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
@@ -101,14 +101,14 @@ def model_for_agents(
     token, settings = secrets.token_urlsafe(18), config.gateway
     if config.runners.startswith(("process", "ray")):
         settings = replace(settings, host=config.store_host)
-    with StoreGateway(store=parts.store, llm=llm, token=token, settings=settings) as gateway:
+    with StoreGateway(store=inputs.store, llm=llm, token=token, settings=settings) as gateway:
         sampling = client_sampling(sampling)
         yield ProxyLLM(endpoint=gateway.endpoint, model=llm.model, api_key=token, sampling_parameters=sampling)
 
 
 def make_loop(
     config: TrainConfig,
-    parts: RunParts,
+    inputs: RunInputs,
     *,
     llm: LLM,
     controller_log: Path | None = None,
@@ -118,18 +118,18 @@ def make_loop(
     """The loop of a run, whose agents use ``llm``; ``save_interval`` is by default the run's; ``functions`` are further
     arguments of ``OnlineRLLoop``."""
     settings = RunnerSettings(max_concurrent=config.max_concurrent, gateway=config.gateway)
-    if parts.environment is not None:
-        plan = parts.environment.plan(settings=settings, controller=config.controller, log=controller_log)
+    if inputs.environment is not None:
+        plan = inputs.environment.plan(settings=settings, controller=config.controller, log=controller_log)
     else:
         plan = replace(RunnerPlan.parse(config.runners), settings=settings)
         if plan.kind == "controller":
             plan = replace(plan, controller=config.controller.complete(agent=config.agent, log=controller_log))
     return OnlineRLLoop(
-        store=parts.store,
-        agent=parts.agent,
-        tasks=parts.tasks,
-        val_tasks=parts.val_tasks,
-        resources=parts.resources,
+        store=inputs.store,
+        agent=inputs.agent,
+        tasks=inputs.tasks,
+        val_tasks=inputs.val_tasks,
+        resources=inputs.resources,
         llm=llm,
         settings=config.loop if save_interval is None else replace(config.loop, save_interval=save_interval),
         runners=replace(plan, store_host=config.store_host),
@@ -152,8 +152,8 @@ async def served_page(run: RunDir, view: View, console: Console) -> AsyncIterato
         yield
 
 
-def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any) -> StandardReporters:
-    """The reporters of ``run``; ``more`` are further arguments of ``StandardReporters``."""
+def make_reports(config: TrainConfig, run: RunDir, console: Console, **options: Any) -> StandardReporters:
+    """The reporters of ``run``; ``options`` are further arguments of ``StandardReporters``."""
     return StandardReporters(
         run,
         console=console,
@@ -161,7 +161,7 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
         seed=config.loop.seed,
         keep=config.keep_rollouts,
         track=config.track,
-        **more,
+        **options,
     )
 
 

