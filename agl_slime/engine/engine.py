@@ -272,7 +272,7 @@ class Engine:
             if not request.started:
                 request.cached_tokens = filled.cached[row]
             request.started = True
-        sampled = sample(filled.logits, RowParams.of(batch), uniforms(batch))
+        sampled = sample(filled.logits, RowParams.for_requests(batch), uniforms(batch))
         self._running.extend(batch)
         self._last_ids = torch.cat([self._last_ids, sampled[0]])
         self._params = None
@@ -289,14 +289,19 @@ class Engine:
         while not self._slots.fits(len(self._running), self._slots.longest + 1):  # the last to come waits again
             self._retract(len(self._running) - 1)
         if self._params is None:
-            self._params = RowParams.of(self._running)
+            self._params = RowParams.for_requests(self._running)
         logits = self._slots.decode(self._last_ids)
         sampled = sample(logits, self._params, uniforms(self._running))
         self._last_ids = sampled[0]
         self._take(0, *sampled)
 
     def _take(
-        self, first: int, ids: torch.Tensor, log_probs: torch.Tensor, tops: Sequence[Any], kept: Mapping[int, list[int]]
+        self,
+        first: int,
+        ids: torch.Tensor,
+        log_probs: torch.Tensor,
+        tops: Sequence[Any],
+        nuclei: Mapping[int, list[int]],
     ) -> None:
         """Hand the sampled tokens to the rows from ``first`` on, and end the rows that are done."""
         version = self.weight_version
@@ -314,7 +319,7 @@ class Engine:
                 request.tops.append(tops[row - first][: request.top_logprobs])
             request.log_probs.append(log_prob)
             if request.sampling.nucleus:
-                request.nucleus.append(kept.get(row - first, []))
+                request.nucleus.append(nuclei.get(row - first, []))
             if request.may_end(token):
                 request.finish = request.reason_to_end(token, self._tokenizer)
             if request.finish is not None:

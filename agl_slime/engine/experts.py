@@ -19,8 +19,8 @@ def routers_of(model: Any) -> dict[int, Any]:
     """The routers by the number of their layer; empty for a model without."""
     routers = {}
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("TopKRouter") and (at := _LAYER.search(name)):
-            routers[int(at[1])] = module
+        if type(module).__name__.endswith("TopKRouter") and (layer := _LAYER.search(name)):
+            routers[int(layer[1])] = module
     return routers
 
 

@@ -48,9 +48,9 @@ def parse(model: type[M], body: Any) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         custom = first.get("ctx", {}).get("error")
-        where = ".".join(map(str, first["loc"])) or "The body"
+        field_name = ".".join(map(str, first["loc"])) or "The body"
         raise BadRequest(
-            str(custom) if custom else f"{where}: {first['msg']}, got {shortened(first['input'])}"
+            str(custom) if custom else f"{field_name}: {first['msg']}, got {shortened(first['input'])}"
         ) from None
 
 
@@ -78,19 +78,21 @@ class Sampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take(cls, params: Any) -> Any:
-        given = {name: value for name, value in (params or {}).items() if value is not None or name == "max_new_tokens"}
+        settings = {
+            name: value for name, value in (params or {}).items() if value is not None or name == "max_new_tokens"
+        }
         for name, off in UNSUPPORTED.items():
-            if given.pop(name, off) not in (off, [], {}):
+            if settings.pop(name, off) not in (off, [], {}):
                 raise ValueError(f"{name} is not supported by the embedded engine: leave it out or use a real SGLang")
-        custom = given.get("custom_params")
+        custom = settings.get("custom_params")
         if isinstance(custom, Mapping) and custom.get("return_top_p_token_ids"):  # as slime's SGLang takes it
-            given["nucleus"] = True
+            settings["nucleus"] = True
         for name in _WITHOUT_EFFECT:
-            given.pop(name, None)
+            settings.pop(name, None)
         for name in ("stop", "stop_token_ids"):
-            if isinstance(value := given.get(name, ()), (str, list)):
-                given[name] = (value,) if isinstance(value, str) else tuple(value)
-        return given
+            if isinstance(value := settings.get(name, ()), (str, list)):
+                settings[name] = (value,) if isinstance(value, str) else tuple(value)
+        return settings
 
     @model_validator(mode="after")
     def _in_range(self) -> Sampling:
@@ -169,15 +171,15 @@ class Request:
         if max(self.input_ids) >= vocab_size or min(self.input_ids) < 0:
             ids = f"{self.input_ids!s:.100}"
             raise BadRequest(f"The input_ids {ids} contains values greater than the vocab size ({vocab_size}).")
-        wanted = self.sampling.max_new_tokens
+        limit = self.sampling.max_new_tokens
         room = context_length - length
-        if wanted is not None and wanted > room:
+        if limit is not None and limit > room:
             raise BadRequest(
                 f"Requested token count exceeds the model's maximum context length of {context_length} tokens. "
-                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and "
-                f"{wanted} tokens for the completion. Please reduce one of them."
+                f"You requested a total of {length + limit} tokens: {length} tokens from the input messages and "
+                f"{limit} tokens for the completion. Please reduce one of them."
             )
-        self.limit = room if wanted is None else wanted
+        self.limit = room if limit is None else limit
         # as in SGLang, ignore_eos switches stop_token_ids off as well
         self.ends = frozenset() if self.sampling.ignore_eos else frozenset((*eos_ids, *self.sampling.stop_token_ids))
         # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the
@@ -222,31 +224,31 @@ class GenerateBody(BaseModel):
 def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, bool]:
     """The requests of a ``/generate`` body, whether the answer is a single object rather than a list, and whether it is
     to be streamed. Raises ``BadRequest``."""
-    asked = parse(GenerateBody, body)
-    if (asked.text is None) == (asked.input_ids is None):
+    fields = parse(GenerateBody, body)
+    if (fields.text is None) == (fields.input_ids is None):
         raise BadRequest("Either text, input_ids or input_embeds should be provided: here text or input_ids.")
-    given: Any = asked.input_ids if asked.text is None else asked.text
-    batched = isinstance(given, list) and not (given and isinstance(given[0], int))
-    if not given:
+    inputs: Any = fields.input_ids if fields.text is None else fields.text
+    batched = isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int))
+    if not inputs:
         raise BadRequest("input_ids cannot be empty.")
-    count = len(given) if batched else 1
-    params = [parse(Sampling, item) for item in _each(asked.sampling_params, count, "sampling_params")]
+    count = len(inputs) if batched else 1
+    params = [parse(Sampling, item) for item in _each(fields.sampling_params, count, "sampling_params")]
     if count * (n := params[0].n) > MOST_SEQUENCES:
         raise BadRequest(f"{count} prompts and n={n} are more than {MOST_SEQUENCES} sequences: send several requests.")
-    prompts = [encode(item) if isinstance(item, str) else item for item in (given if batched else [given])]
+    prompts = [encode(item) if isinstance(item, str) else item for item in (inputs if batched else [inputs])]
     if not all(prompts):
         raise BadRequest("input_ids cannot be empty.")
     if any(item.n != n for item in params):
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
-    rids = iter(_rids(asked.rid, len(prompts), n, batched))
-    wanted = _each(asked.return_logprob, len(prompts), "return_logprob")
-    starts = _each(asked.logprob_start_len, len(prompts), "logprob_start_len")
-    routed = _each(asked.return_routed_experts, len(prompts), "return_routed_experts")
-    if asked.routed_experts_start_len > min(map(len, prompts)):
+    rids = iter(_rids(fields.rid, len(prompts), n, batched))
+    logprobs = _each(fields.return_logprob, len(prompts), "return_logprob")
+    starts = _each(fields.logprob_start_len, len(prompts), "logprob_start_len")
+    routed = _each(fields.return_routed_experts, len(prompts), "return_routed_experts")
+    if fields.routed_experts_start_len > min(map(len, prompts)):
         raise BadRequest(
-            f"routed_experts_start_len={asked.routed_experts_start_len} is higher than the prompt is long."
+            f"routed_experts_start_len={fields.routed_experts_start_len} is higher than the prompt is long."
         )
-    tops = _each(asked.top_logprobs_num, len(prompts), "top_logprobs_num")
+    tops = _each(fields.top_logprobs_num, len(prompts), "top_logprobs_num")
     requests = [
         Request(
             rid=next(rids),
@@ -255,17 +257,17 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
             top_logprobs=top or 0 if logprob else 0,
-            experts_start=asked.routed_experts_start_len if experts else None,
+            experts_start=fields.routed_experts_start_len if experts else None,
             seed=None if sampling.sampling_seed is None else sampling.sampling_seed + number,
         )
         for prompt, sampling, logprob, start, top, experts in zip(
-            *(prompts, params, wanted, starts, tops, routed), strict=True
+            *(prompts, params, logprobs, starts, tops, routed), strict=True
         )
         for number in range(n)
     ]
-    if asked.stream and len(requests) > 1:
+    if fields.stream and len(requests) > 1:
         raise BadRequest("stream is supported by the embedded engine for one prompt and n=1 only: use a real SGLang")
-    return requests, not batched and n == 1, bool(asked.stream)
+    return requests, not batched and n == 1, bool(fields.stream)
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:

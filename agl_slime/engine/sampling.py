@@ -52,7 +52,7 @@ class RowParams:
     """The most of the likeliest tokens that a row reports."""
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> RowParams:
+    def for_requests(cls, requests: Iterable[Request]) -> RowParams:
         requests = list(requests)
         normal = [
             (1.0, row.top_p, 1)
@@ -112,26 +112,26 @@ def sample(logits: torch.Tensor, params: RowParams, draws: torch.Tensor) -> Samp
             if len(cut):
                 ids[cut] = _draw_cut(weights[cut], params.top_p[cut], params.top_k[cut], draws[cut, 2])
     log_probs = scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer
-    kept: dict[int, list[int]] = {}
+    nuclei: dict[int, list[int]] = {}
     if params.nucleus:
         for row in ((params.top_k < ALL_TOKENS) | (params.top_p < 1.0)).nonzero().squeeze(1).tolist():
-            left = _kept(weights[row], float(params.top_p[row]), int(params.top_k[row]), int(ids[row]))
-            log_probs[row] = scaled[row, ids[row]] - scaled[row, left].logsumexp(0)
-            kept[row] = left.tolist()
+            nucleus = _kept(weights[row], float(params.top_p[row]), int(params.top_k[row]), int(ids[row]))
+            log_probs[row] = scaled[row, ids[row]] - scaled[row, nucleus].logsumexp(0)
+            nuclei[row] = nucleus.tolist()
     tops: list[list[tuple[float, int]]] = []
     if params.top:
         values, likeliest = scaled.topk(min(params.top, scaled.shape[1]), dim=-1)
         values -= normalizer.unsqueeze(1)
         tops = [list(zip(*row, strict=True)) for row in zip(values.tolist(), likeliest.tolist(), strict=True)]
-    return ids, log_probs, tops, kept
+    return ids, log_probs, tops, nuclei
 
 
 def _kept(weights: torch.Tensor, top_p: float, top_k: int, sampled: int) -> torch.Tensor:
     """The ids that top_p and top_k leave of a row, and the sampled one in any case."""
     ordered, order = (weights / weights.sum()).sort(descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    left = order[(before <= top_p) & (torch.arange(len(order)) < top_k)]
-    return left if (left == sampled).any() else torch.cat((left, torch.tensor([sampled])))
+    preceding = ordered.cumsum(0) - ordered
+    nucleus = order[(preceding <= top_p) & (torch.arange(len(order)) < top_k)]
+    return nucleus if (nucleus == sampled).any() else torch.cat((nucleus, torch.tensor([sampled])))
 
 
 def _draw_cut(weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -142,10 +142,10 @@ def _draw_cut(weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, d
     # a sort of everything costs ten times as much, and is needed where the few do not hold all that stays
     if few < width and not bool(((top_k <= few) | (ordered.sum(-1) > top_p)).all()):
         ordered, order = probabilities.sort(descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
+    preceding = ordered.cumsum(-1) - ordered
     ranks = torch.arange(ordered.shape[1]).unsqueeze(0)
-    kept = (before <= top_p.unsqueeze(1)) & (ranks < top_k.unsqueeze(1))
-    return order.gather(1, _pick(ordered * kept, draws).unsqueeze(1)).squeeze(1)
+    allowed = (preceding <= top_p.unsqueeze(1)) & (ranks < top_k.unsqueeze(1))
+    return order.gather(1, _pick(ordered * allowed, draws).unsqueeze(1)).squeeze(1)
 
 
 def _draw(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

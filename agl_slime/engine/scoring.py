@@ -72,7 +72,7 @@ class ScoringClient:
     @property
     def shown_url(self) -> str:
         """The URL without its secrets."""
-        return self._http.shown
+        return self._http.shown_url
 
     async def __aenter__(self) -> ScoringClient:
         return self
@@ -88,7 +88,7 @@ class ScoringClient:
         the others of its batch."""
         batches = [*_batches(sequences, self.batch_tokens)]
         results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
-        return [one for scored in results for one in scored]
+        return [result for scored in results for result in scored]
 
     async def score_one(self, ids: Sequence[int], start: int = 1) -> Scored:
         """The scores of ``ids[start:]``, requested alone. Raises ``EngineError``."""
@@ -120,12 +120,12 @@ class ScoringClient:
         except EngineError as error:
             return [error] * len(batch)
         alone = await asyncio.gather(*(self._score_batch([sequence]) for sequence in batch))
-        return [one for (one,) in alone]
+        return [result for (result,) in alone]
 
     def _check(self, sequence: ToScore) -> None:
         if not 1 <= sequence.start < len(sequence.ids):
-            where = f"start is {sequence.start} with {len(sequence.ids)} tokens"
-            raise EngineRequestError(f"{where}; it must be at least 1 and below their number")
+            range_text = f"start is {sequence.start} with {len(sequence.ids)} tokens"
+            raise EngineRequestError(f"{range_text}; it must be at least 1 and below their number")
         wrong = outermost(sequence.ids)
         if self.vocab_size is not None and not 0 <= wrong < self.vocab_size:
             raise OutOfVocabularyError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} ids")
@@ -138,37 +138,40 @@ class ScoringClient:
             # the first reported token has no log-prob
             "logprob_start_len": [sequence.start - 1 for sequence in batch],
         }
-        where = f"{self.shown_url}/generate"
+        endpoint = f"{self.shown_url}/generate"
         async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._in_flight)):
             deadline = time.monotonic() + self._http.settings.total_timeout_s
 
             async def attempt() -> list[Scored]:
                 answers = await self._http.send("POST", "/generate", payload, deadline=deadline)
                 if not isinstance(answers, list) or len(answers) != len(batch):
-                    raise EngineProtocolError(f"{where} did not answer one result per sequence")
-                return [parse_scores(answer, one, where=where) for answer, one in zip(answers, batch, strict=True)]
+                    raise EngineProtocolError(f"{endpoint} did not answer one result per sequence")
+                return [
+                    parse_scores(answer, sequence, endpoint=endpoint)
+                    for answer, sequence in zip(answers, batch, strict=True)
+                ]
 
-            return await self._http.retry(attempt, where=where, deadline=deadline)
+            return await self._http.retry(attempt, endpoint=endpoint, deadline=deadline)
 
 
-def parse_scores(answer: Any, sequence: ToScore, *, where: str = "/generate") -> Scored:
+def parse_scores(answer: Any, sequence: ToScore, *, endpoint: str = "/generate") -> Scored:
     """The scores in a ``/generate`` answer. Raises ``EngineProtocolError`` for another form, other tokens or a value
     that is not finite, ``EngineServerError`` for an aborted request."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
-        raise EngineProtocolError(f"{where} answered {answer!r:.200}, which is not SGLang's form (no meta_info)")
+        raise EngineProtocolError(f"{endpoint} answered {answer!r:.200}, which is not SGLang's form (no meta_info)")
     finish = meta.get("finish_reason")
     if isinstance(finish, dict) and finish.get("type") == "abort":
-        raise EngineServerError(f"{where} aborted the scoring: {finish.get('message')}")
+        raise EngineServerError(f"{endpoint} aborted the scoring: {finish.get('message')}")
     listed = meta.get("input_token_logprobs")
     scored = listed[1:] if isinstance(listed, list) else listed
-    ids, values = read_pairs(scored, "input_token_logprobs", where)
+    ids, values = read_pairs(scored, "input_token_logprobs", endpoint)
     if [*ids] != [*map(int, sequence.ids[sequence.start :])]:
-        raise EngineProtocolError(f"{where} scored other tokens than the {len(sequence.ids)} that were sent")
+        raise EngineProtocolError(f"{endpoint} scored other tokens than the {len(sequence.ids)} that were sent")
     log_probs = np.array(values, dtype=np.float32)
     if not np.isfinite(log_probs).all():
-        raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
-    return Scored(log_probs, version_of(meta, where) or "", count_of(meta, "cached_tokens", where))
+        raise EngineProtocolError(f"{endpoint} answered a log-prob that is NaN or infinite")
+    return Scored(log_probs, version_of(meta, endpoint) or "", count_of(meta, "cached_tokens", endpoint))
 
 
 def vocabulary_digest(texts: Iterable[str]) -> str:

@@ -214,7 +214,7 @@ class EmbeddedServer:
             last = len(request.input_ids) + len(request.output_ids) - 1
             meta["routed_experts"] = _base64(request.experts[: max(0, last - (request.experts_start or 0))])
         if request.nucleus and request.finish is not None:
-            meta["top_p_token_ids"] = _base64([token for kept in request.nucleus for token in kept])
+            meta["top_p_token_ids"] = _base64([token for ids in request.nucleus for token in ids])
             meta["top_p_token_offsets"] = _base64([0, *accumulate(map(len, request.nucleus))])
         if request.top_logprobs:
             meta["output_top_logprobs"] = [[[value, token, None] for value, token in top] for top in request.tops]
@@ -261,23 +261,23 @@ class EmbeddedServer:
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, http: web.Request) -> web.Response:
-        asked = await _body(http, _AbortBody)
-        if asked.rid or asked.abort_all:
-            await _control(self.engine.abort(None if asked.abort_all else asked.rid))
+        body = await _body(http, _AbortBody)
+        if body.rid or body.abort_all:
+            await _control(self.engine.abort(None if body.abort_all else body.rid))
         return web.Response()
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        asked = await _body(http, _UpdateBody)
-        if asked.abort_all_requests:
+        body = await _body(http, _UpdateBody)
+        if body.abort_all_requests:
             await _control(self.engine.abort())
         async with self._updating:
             try:
-                tensors = await run_in_thread(read_weights, asked.model_path, self.engine.weight_bytes)
-                tensors = await run_in_thread(as_the_models, self.engine.model, tensors, asked.model_path)
-                await _control(self.engine.update_weights(tensors, version=asked.weight_version))
+                tensors = await run_in_thread(read_weights, body.model_path, self.engine.weight_bytes)
+                tensors = await run_in_thread(as_the_models, self.engine.model, tensors, body.model_path)
+                await _control(self.engine.update_weights(tensors, version=body.weight_version))
             except ConfigError as error:
                 return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-            self._model_path = asked.model_path
+            self._model_path = body.model_path
             message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
         return json_response({"success": True, "message": message, "num_paused_requests": 0})
 

@@ -75,10 +75,10 @@ def main() -> int:
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     env, port = without_pythonpath(), _free_port()
-    asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
-    if asked.returncode != 0:
-        return asked.returncode  # the child has printed the reason
-    gpu = asked.stdout.split()[-1:] == ["True"]
+    probe = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if probe.returncode != 0:
+        return probe.returncode  # the child has printed the reason
+    gpu = probe.stdout.split()[-1:] == ["True"]
     if gpu:
         command = [args.python, "-m", "sglang.launch_server", "--model-path", args.model_path]
         command += ["--host", "127.0.0.1", "--port", str(port)]

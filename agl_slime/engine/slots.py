@@ -85,8 +85,8 @@ class Step:
                 k, v = self._keys[layer][rows, :, :length], self._values[layer][rows, :, :length]
             if groups > 1:
                 k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-            got = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-            out[part] = got.transpose(1, 2).reshape(count * new, heads, dim)
+            attended = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+            out[part] = attended.transpose(1, 2).reshape(count * new, heads, dim)
         return out
 
     def _attend_decode(
@@ -106,13 +106,13 @@ class Step:
         # matrices are a quarter faster here than scaled_dot_product_attention is.
         heads = key.shape[0]
         q = (query * (query.shape[2] ** -0.5 if scale is None else scale)).transpose(0, 1).unflatten(1, (heads, -1))
-        got = []
+        attended = []
         for part, width, mask in self._blocks or ():
             k, v = (cache[part, :, :width].flatten(0, 1) for cache in (keys, values))
             scores = torch.bmm(q[part].flatten(0, 1), k.transpose(1, 2))
             weights = (scores.unflatten(0, (-1, heads)) + mask).softmax(-1).flatten(0, 1)
-            got.append(torch.bmm(weights, v).unflatten(0, (-1, heads)))
-        return (got[0] if len(got) == 1 else torch.cat(got)).flatten(1, 2)
+            attended.append(torch.bmm(weights, v).unflatten(0, (-1, heads)))
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).flatten(1, 2)
 
 
 def _attention(
@@ -207,12 +207,12 @@ class SlotModel:
         transformers.AttentionInterface.register(ATTENTION, _attention)
         self.model.set_attn_implementation(ATTENTION)
         try:
-            got = self.prefill([ids[:-2]]).logits
+            logits = self.prefill([ids[:-2]]).logits
             for token in ids[-2:]:
-                got = self.decode(torch.tensor([token]))
+                logits = self.decode(torch.tensor([token]))
         except Exception as error:
             raise ConfigError(_REFUSED.format(f"{type(self.model).__name__}: {error}")) from error
-        if not torch.allclose(got[0], expected, rtol=1e-3, atol=1e-3, equal_nan=True):
+        if not torch.allclose(logits[0], expected, rtol=1e-3, atol=1e-3, equal_nan=True):
             raise ConfigError(_REFUSED.format(type(self.model).__name__))
         self.release(0)
         self.flush()
@@ -300,12 +300,12 @@ class SlotModel:
             start += len(rows) * (length - n_cached)
         hidden = self._forward(ids, positions, step)
         if self._experts is not None and self._capture is not None:
-            routed, at = self._capture.take(len(ids)), 0
+            routed, offset = self._capture.take(len(ids)), 0
             for i in order:
                 new = lengths[i] - cached[i]
-                self._experts[first + i, cached[i] : lengths[i]] = routed[at : at + new]
-                at += new
-        parts = dict(zip(order, hidden.split([lengths[i] - cached[i] for i in order]), strict=True))
+                self._experts[first + i, cached[i] : lengths[i]] = routed[offset : offset + new]
+                offset += new
+        states = dict(zip(order, hidden.split([lengths[i] - cached[i] for i in order]), strict=True))
         for i in order:
             copies = [copy for copy in range(count) if same[copy] == i != copy]
             if copies:
@@ -316,10 +316,10 @@ class SlotModel:
             self._ids[first + i, : lengths[i]] = prompt
         self._set(np.s_[first : self.active], np.array(lengths), True)
         place = {i: number for number, i in enumerate(order)}
-        logits = self._logits(torch.stack([parts[i][-1] for i in order]))
+        logits = self._logits(torch.stack([states[i][-1] for i in order]))
         if count > 1:
             logits = logits[[place[i] for i in same]]
-        return Prefilled(logits, [parts[i] for i in same], cached)
+        return Prefilled(logits, [states[i] for i in same], cached)
 
     @torch.inference_mode()
     def decode(self, last_ids: torch.Tensor) -> torch.Tensor:
@@ -358,11 +358,11 @@ class SlotModel:
     @torch.inference_mode()
     def log_probs(self, hidden: torch.Tensor, ids: Sequence[int], *, chunk: int = 256) -> list[float]:
         """Log-probs at temperature 1 of ``ids`` after ``hidden`` [tokens, hidden size], few logits at a time."""
-        wanted = torch.tensor(ids, dtype=torch.long).unsqueeze(1)
+        targets = torch.tensor(ids, dtype=torch.long).unsqueeze(1)
         values: list[float] = []
         for start in range(0, len(ids), chunk):
             logits = self._logits(hidden[start : min(start + chunk, len(ids))])
-            chosen = logits.gather(1, wanted[start : start + chunk]).squeeze(1)
+            chosen = logits.gather(1, targets[start : start + chunk]).squeeze(1)
             values += (chosen - logits.logsumexp(-1)).tolist()
         return values
 

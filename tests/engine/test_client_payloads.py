@@ -140,7 +140,7 @@ def test_an_answer_that_cannot_be_right_is_refused_and_not_asked_for_again() -> 
         body = legal()
         change(body, body["meta_info"])
         with pytest.raises(EngineProtocolError, match=r"^http://w/generate ") as caught:
-            parse_generation(body, request=REQUEST, where="http://w/generate")
+            parse_generation(body, request=REQUEST, endpoint="http://w/generate")
         assert (name, caught.value.transient) == (name, False)
 
 

@@ -58,7 +58,7 @@ BAD_ID = sglangs("The input_ids [999] contains values greater than the vocab siz
     ],
 )
 def test_each_status_maps_to_an_error_and_a_retry_flag(status: int, body: str, error: type[EngineError], retry: bool):
-    refused = refusal(status, body, where="http://h:1/generate")
+    refused = refusal(status, body, endpoint="http://h:1/generate")
     assert type(refused) is error
     assert refused.transient is retry
     assert refused.status == status
@@ -120,6 +120,6 @@ def test_a_stream_of_pieces_is_not_taken_for_the_answer() -> None:
         return {"text": "x", "output_ids": [7] * listed, "meta_info": {**meta, "finish_reason": None}}
 
     for whole in (event(1, 1), event(12, 12), {"meta_info": {"completion_tokens": 2}}, "no object"):
-        check_event(whole, where="/generate")
+        check_event(whole, endpoint="/generate")
     with pytest.raises(EngineProtocolError, match="start SGLang without --incremental-streaming-output"):
-        check_event(event(2, 3), where="/generate")  # the second event of 0.5.15 with that flag
+        check_event(event(2, 3), endpoint="/generate")  # the second event of 0.5.15 with that flag

@@ -24,7 +24,7 @@ def draw(logits: Any, *params: tuple[float, float, int], generator: Any) -> tupl
     from agl_slime.engine.sampling import RowParams, sample
 
     samplings = [Sampling(temperature=params[0], top_p=params[1], top_k=params[2]) for params in params]
-    rows = RowParams.of(Request(rid="", input_ids=[], sampling=sampling) for sampling in samplings)
+    rows = RowParams.for_requests(Request(rid="", input_ids=[], sampling=sampling) for sampling in samplings)
     draws = generator.random((len(params), 3))
     ids, log_probs, *_ = sample(logits.expand(len(params), -1), rows, torch.from_numpy(draws))
     return ids, log_probs

@@ -159,7 +159,7 @@ class SGLangClient:
         self._check_prompt(input_ids, context_length)
         rid = rid or uuid.uuid4().hex
         rids = _request_ids(rid)
-        wanted = ResumableGeneration(
+        resumable = ResumableGeneration(
             prompt_ids=input_ids,
             sampling=sampling.seeded(rid),
             eos_token_ids=self._eos_token_ids,
@@ -171,15 +171,15 @@ class SGLangClient:
             oldest_version=oldest_version,
         )
         if resume is not None:
-            wanted.add(resume)
+            resumable.add(resume)
         # aborted in the queue, time and again: do not spin against an engine that keeps emptying it
         emptied = Backoff(base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s)
-        while not wanted.done:
-            request = wanted.next_request()
+        while not resumable.done:
+            request = resumable.next_request()
             try:
-                progress = partial(wanted.progress, request)
+                progress = partial(resumable.progress, request)
                 on_event = on_progress and text_receiver(
-                    lambda *so_far, progress=progress: on_progress(progress(*so_far)), wanted.reader()
+                    lambda *so_far, progress=progress: on_progress(progress(*so_far)), resumable.reader()
                 )
                 part = await self._send_part(request, rids, routing_key, deadline, on_event=on_event, top=top_log_probs)
             except ContextOverflowError as error:
@@ -188,28 +188,28 @@ class SGLangClient:
                     # the prompt fits and prompt + max_new_tokens does not: ask again within the limit that the server
                     # named
                     self.context_length = limit
-                    wanted.limit_context(limit)
-                elif wanted.sampled:
-                    wanted.give_up("length")  # aborted with a full context: there is no room to resume
+                    resumable.limit_context(limit)
+                elif resumable.sampled:
+                    resumable.give_up("length")  # aborted with a full context: there is no room to resume
                 else:
                     raise
                 continue
             if isinstance(part.matched_stop, int) and part.matched_stop not in sampling.stop_token_ids:
                 self._eos_token_ids |= {part.matched_stop}
-            long = bool(wanted.sampled) and wanted.sampled + len(part.output_ids) > _LONG_ANSWER
-            await run_in_thread(wanted.add, part) if long else wanted.add(part)
-            if part.finish_reason != "abort" or wanted.done:
+            long = bool(resumable.sampled) and resumable.sampled + len(part.output_ids) > _LONG_ANSWER
+            await run_in_thread(resumable.add, part) if long else resumable.add(part)
+            if part.finish_reason != "abort" or resumable.done:
                 continue
             if on_part is not None:
-                on_part(wanted.so_far)
-            if wanted.resumed >= self.settings.resume_limit:
-                times = f"{wanted.resumed + 1} times (ClientSettings.resume_limit)"
-                raise EngineServerError(f"{self._http.shown} aborted one generation {times}: find out who does")
+                on_part(resumable.so_far)
+            if resumable.resumed >= self.settings.resume_limit:
+                times = f"{resumable.resumed + 1} times (ClientSettings.resume_limit)"
+                raise EngineServerError(f"{self._http.shown_url} aborted one generation {times}: find out who does")
             if part.output_ids:
                 emptied.reset()
             else:
                 await emptied.pause(EngineServerError("aborted in the queue"))
-        return wanted.result(latency_s=time.monotonic() - started)
+        return resumable.result(latency_s=time.monotonic() - started)
 
     async def _send_part(
         self,
@@ -228,7 +228,7 @@ class SGLangClient:
             payload["stream"] = True
         if top:
             payload["top_logprobs_num"] = top
-        where = f"{self._http.shown}/generate"
+        endpoint = f"{self._http.shown_url}/generate"
 
         async def attempt() -> Generation:
             rid = next(rids)
@@ -236,14 +236,18 @@ class SGLangClient:
             streamed: deque[Any] = deque(maxlen=1)
 
             def keep(event: Any) -> None:
-                check_event(event, where=where)
+                check_event(event, endpoint=endpoint)
                 streamed.append(event)
                 if on_event is not None:
                     on_event(event)
 
-            how: Any = {"headers": headers, "deadline": deadline, "on_event": keep if on_event is not None else None}
+            options: Any = {
+                "headers": headers,
+                "deadline": deadline,
+                "on_event": keep if on_event is not None else None,
+            }
             try:
-                answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **how)
+                answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **options)
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
             except (asyncio.CancelledError, TimeoutError, aiohttp.ClientError, OSError) as error:
@@ -253,9 +257,9 @@ class SGLangClient:
                     raise
                 answer = streamed[0]
             answer = broken_off(answer) if streamed else answer
-            return parse_generation(answer, request=request, latency_s=time.monotonic() - sent, where=where)
+            return parse_generation(answer, request=request, latency_s=time.monotonic() - sent, endpoint=endpoint)
 
-        return await self._http.retry(attempt, where=where, deadline=deadline)
+        return await self._http.retry(attempt, endpoint=endpoint, deadline=deadline)
 
     def _check_prompt(self, input_ids: Sequence[int], context_length: int | None) -> None:
         if len(input_ids) == 0:
@@ -288,7 +292,7 @@ class SGLangClient:
         return dtype_of(await self.server_info())
 
     async def weight_version(self) -> str:
-        return engine_version(await self.model_info(), self._http.shown)
+        return engine_version(await self.model_info(), self._http.shown_url)
 
     async def workers(self, *, least: int = 1) -> tuple[str, ...]:
         """URLs of all workers behind a router, unhealthy ones included; the URL itself when it is none. Weights and
@@ -300,9 +304,11 @@ class SGLangClient:
             listed = await self._http.call("GET", "/workers")
         except EngineRequestError:
             return (self.base_url,)  # plain SGLang has no /workers
-        workers = parse_workers(listed, where=f"{self._http.shown}/workers")
+        workers = parse_workers(listed, endpoint=f"{self._http.shown_url}/workers")
         if len(workers) < least:
-            raise EngineProtocolError(f"the router at {self._http.shown} has no workers; start some with --worker-urls")
+            raise EngineProtocolError(
+                f"the router at {self._http.shown_url} has no workers; start some with --worker-urls"
+            )
         return workers
 
     async def flush_cache(self) -> None:
@@ -341,7 +347,7 @@ class SGLangClient:
         payload = {"model_path": path, "weight_version": version, "flush_cache": False}
         answer = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
         if answer.get("success") is not True:
-            raise EngineRequestError(f"{self._http.shown}/update_weights_from_disk answered {str(answer)[:500]}")
+            raise EngineRequestError(f"{self._http.shown_url}/update_weights_from_disk answered {str(answer)[:500]}")
 
     async def probe(self, *, timeout_s: float = 10.0) -> EngineDescription:
         """Describe the server, once at start-up: a wrong URL is one sentence then, and not a run that fails minutes
@@ -351,7 +357,7 @@ class SGLangClient:
         is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
         key is wanted).
         """
-        url = self._http.shown
+        url = self._http.shown_url
         try:
             # one retry for a hiccup; an address without a server fails at once
             info = await asyncio.wait_for(self.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)

@@ -44,7 +44,7 @@ def engine_version(info: Mapping[str, Any], base_url: str) -> str:
     return version
 
 
-def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
+def parse_workers(body: Any, *, endpoint: str = "/workers") -> tuple[str, ...]:
     """A ``/workers`` answer as the workers' URLs, each once, in the answer's order.
 
     sglang-router 0.3 answers ``{"workers": [{"url": ..., "is_healthy": ...}, ...]}``; unhealthy ones are listed as
@@ -54,7 +54,7 @@ def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
     listed = body.get("workers") if isinstance(body, Mapping) else None
     urls = [item.get("url") if isinstance(item, Mapping) else None for item in listed or ()] if listed != [] else []
     if not isinstance(listed, list) or not all(isinstance(url, str) and url.startswith("http") for url in urls):
-        raise EngineProtocolError(f"{where} answered {str(body)[:200]}; expected an object with a list of workers")
+        raise EngineProtocolError(f"{endpoint} answered {str(body)[:200]}; expected an object with a list of workers")
     return tuple(dict.fromkeys(_DP_RANK.sub("", str(url)).rstrip("/") for url in urls))
 
 

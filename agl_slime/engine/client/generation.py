@@ -93,8 +93,8 @@ class SamplingParams:
         if max_tokens is not None:
             object.__setattr__(self, "max_new_tokens", max_tokens)
         named = {"repetition_penalty": repetition_penalty, "sampling_seed": seed}
-        if given := {name: value for name, value in named.items() if value is not None}:
-            object.__setattr__(self, "extra", {**self.extra, **given})
+        if settings := {name: value for name, value in named.items() if value is not None}:
+            object.__setattr__(self, "extra", {**self.extra, **settings})
         stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         ids = tuple(stop for stop in stops if isinstance(stop, int))
         object.__setattr__(self, "stop", tuple(stop for stop in stops if not isinstance(stop, int)))
@@ -132,12 +132,12 @@ class SamplingParams:
             return payload | {**self.extra, "custom_params": {**custom, "return_top_p_token_ids": True}}
         return payload | dict(self.extra)
 
-    def seeded(self, *parts: Any) -> SamplingParams:
-        """These parameters with a ``sampling_seed`` of 31 bits that ``parts`` decide, unless they have one: an SGLang
+    def seeded(self, *key: Any) -> SamplingParams:
+        """These parameters with a ``sampling_seed`` of 31 bits that ``key`` decides, unless they have one: an SGLang
         with --enable-deterministic-inference gives requests with one prompt and one seed the same answer."""
         if self.extra.get("sampling_seed") is not None:
             return self
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
         return replace(self, extra={**self.extra, "sampling_seed": int.from_bytes(digest) >> 1})
 
 
@@ -184,7 +184,7 @@ class Generation:
 
 
 def parse_generation(
-    body: Any, *, request: PartRequest | None = None, latency_s: float = 0.0, where: str = "/generate"
+    body: Any, *, request: PartRequest | None = None, latency_s: float = 0.0, endpoint: str = "/generate"
 ) -> Generation:
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors,
     ``request`` says what else it must have.
@@ -194,23 +194,23 @@ def parse_generation(
     the request allows); ``EngineError`` when the engine says that its logits were NaN.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
-        raise EngineProtocolError(f"{where} answered {shortened(body)}, which is not SGLang's form (no meta_info)")
+        raise EngineProtocolError(f"{endpoint} answered {shortened(body)}, which is not SGLang's form (no meta_info)")
     meta: Mapping[str, Any] = body["meta_info"]
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if not isinstance(finish, Mapping) or kind not in ("stop", "length", "abort"):
-        raise false_answer(f"{where} answered finish_reason {shortened(finish)}; expected stop, length or abort")
+        raise false_answer(f"{endpoint} answered finish_reason {shortened(finish)}; expected stop, length or abort")
     matched = stop if type(stop := finish.get("matched")) in (int, str) else None
     if kind == "stop" and matched == _NAN_MARK:
-        raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
+        raise EngineError(f"{endpoint} computed NaN logits and replaced the sampled token: its weights are broken")
     pairs, listed, prompted = meta.get("output_token_logprobs"), body.get("output_ids"), meta.get("prompt_tokens")
     request = request or PartRequest((), SamplingParams(max_new_tokens=_LARGEST))
-    ids, log_probs = read_pairs(pairs or [], "output_token_logprobs", where, vocab_size=request.vocab_size)
-    count = count_of(meta, "completion_tokens", where, default=len(ids))
+    ids, log_probs = read_pairs(pairs or [], "output_token_logprobs", endpoint, vocab_size=request.vocab_size)
+    count = count_of(meta, "completion_tokens", endpoint, default=len(ids))
     # a stream that is aborted in the queue ends with its last id alone
     agree = listed is None or listed == [*ids] or (kind == "abort" and listed == [*ids[-1:]])
     least, most, limit = min(log_probs, default=0.0), max(log_probs, default=0.0), request.sampling.max_new_tokens
-    for is_false, what in (
+    for is_false, problem in (
         (pairs is None and kind != "abort", "no output_token_logprobs although return_logprob was set"),
         (pairs is not None and not agree, f"{len(ids)} output_token_logprobs with other output_ids"),
         (pairs is not None and count != len(ids), f"{len(ids)} output_token_logprobs, and {count} completion_tokens"),
@@ -221,29 +221,29 @@ def parse_generation(
         (least < LOG_PROBS[0] or most > LOG_PROBS[1], f"log-probs from {least:g} to {most:g}, beyond -80 to 0"),
     ):
         if is_false:
-            raise false_answer(f"{where} answered {what}")
+            raise false_answer(f"{endpoint} answered {problem}")
     if request.input_ids and prompted is not None:
-        request.check(count_of(meta, "prompt_tokens", where), where)
-    accepted, drafted, verified = (count_of(meta, name, where) for name in _SPECULATED)
+        request.check(count_of(meta, "prompt_tokens", endpoint), endpoint)
+    accepted, drafted, verified = (count_of(meta, name, endpoint) for name in _SPECULATED)
     return Generation(
         output_ids=ids,
         log_probs=log_probs,
-        text=_text(body, "text", where),
+        text=_text(body, "text", endpoint),
         finish_reason=kind,
         matched_stop=matched,
-        prompt_tokens=count_of(meta, "prompt_tokens", where),
-        cached_tokens=count_of(meta, "cached_tokens", where),
-        weight_versions=_weight_spans(meta, len(ids), request.oldest_version, where),
-        request_id=_text(meta, "id", where),
+        prompt_tokens=count_of(meta, "prompt_tokens", endpoint),
+        cached_tokens=count_of(meta, "cached_tokens", endpoint),
+        weight_versions=_weight_spans(meta, len(ids), request.oldest_version, endpoint),
+        request_id=_text(meta, "id", endpoint),
         latency_s=latency_s,
-        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), len(ids), where),
+        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), len(ids), endpoint),
         speculated=(accepted, drafted, verified),
-        **_replayed(meta, request, len(ids), kind, where),
+        **_replayed(meta, request, len(ids), kind, endpoint),
     )
 
 
 def read_pairs(
-    pairs: Any, name: str, where: str, *, vocab_size: int | None = None
+    pairs: Any, name: str, endpoint: str, *, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The ids and the log-probs of SGLang's list ``name`` of (log-prob, id, text). Raises ``EngineProtocolError`` for
     another form, and for an id outside the vocabulary."""
@@ -253,46 +253,46 @@ def read_pairs(
             raise TypeError
         log_probs = tuple(map(float, log_probs))
     except (TypeError, KeyError, IndexError, OverflowError) as error:
-        raise false_answer(f"{where} answered {name} of another form: {shortened(pairs)}") from error
+        raise false_answer(f"{endpoint} answered {name} of another form: {shortened(pairs)}") from error
     size = vocab_size or _LARGEST + 1
     if ids and not 0 <= (wrong := outermost(ids)) < size:
-        raise false_answer(f"{where} answered token id {wrong}, outside the model's vocabulary of {size} ids")
+        raise false_answer(f"{endpoint} answered token id {wrong}, outside the model's vocabulary of {size} ids")
     return ids, log_probs
 
 
-def count_of(meta: Mapping[str, Any], name: str, where: str, *, default: int = 0) -> int:
+def count_of(meta: Mapping[str, Any], name: str, endpoint: str, *, default: int = 0) -> int:
     """A count in ``meta_info``. Raises ``EngineProtocolError`` unless it is a whole number from 0 to 2**31 - 1."""
     value = meta.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST):
-        raise false_answer(f"{where} answered {name} {shortened(value)}; expected a whole number of at least 0")
+        raise false_answer(f"{endpoint} answered {name} {shortened(value)}; expected a whole number of at least 0")
     return default if value is None else value
 
 
-def version_of(meta: Mapping[str, Any], where: str, *, name: str = "weight_version") -> str | None:
+def version_of(meta: Mapping[str, Any], endpoint: str, *, name: str = "weight_version") -> str | None:
     """The weight version in an answer; ``None`` without one. Raises ``EngineProtocolError`` unless it is a number or a
     short printable text: files and metrics name it."""
     value = meta.get(name)
     if type(value) is int and abs(value) <= _LARGEST:
         value = str(value)
     if value is not None and not (isinstance(value, str) and value.isprintable() and len(value) <= 256):
-        raise false_answer(f"{where} answered the {name} {shortened(value)}; expected a short printable text")
+        raise false_answer(f"{endpoint} answered the {name} {shortened(value)}; expected a short printable text")
     return value
 
 
-def _text(answer: Mapping[str, Any], name: str, where: str) -> str:
+def _text(answer: Mapping[str, Any], name: str, endpoint: str) -> str:
     if not isinstance(text := answer.get(name) or "", str):
-        raise false_answer(f"{where} answered {name} {shortened(text)}; expected a text")
+        raise false_answer(f"{endpoint} answered {name} {shortened(text)}; expected a text")
     return text
 
 
-def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, where: str) -> dict[str, Any]:
+def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, endpoint: str) -> dict[str, Any]:
     """The requested replay data; an aborted part may lack it."""
-    replayed, how = {}, {"where": where, "required": kind != "abort"}
+    replayed, checks = {}, {"endpoint": endpoint, "required": kind != "abort"}
     if (shape := request.sampling.routed_experts) is not None:
         length, start = len(request.input_ids) + count, request.experts_start
-        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, **how)
+        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, **checks)
     if request.sampling.nucleus and count:
-        replayed["nucleus"] = parse_nucleus(meta, count=count, vocab_size=request.vocab_size, **how)
+        replayed["nucleus"] = parse_nucleus(meta, count=count, vocab_size=request.vocab_size, **checks)
     return replayed
 
 
@@ -304,11 +304,11 @@ def broken_off(event: Any) -> Any:
     return {**event, "meta_info": {**meta, "finish_reason": {"type": "abort", "message": "the stream broke off"}}}
 
 
-def _top_log_probs(listed: Any, count: int, where: str) -> tuple[tuple[tuple[int, float], ...], ...]:
+def _top_log_probs(listed: Any, count: int, endpoint: str) -> tuple[tuple[tuple[int, float], ...], ...]:
     places = [] if listed is None else listed
     if not isinstance(places, list) or len(places) not in (0, count):
-        raise false_answer(f"{where} answered output_top_logprobs of another form: {shortened(listed)}")
-    pairs = (read_pairs(place or [], "output_top_logprobs", where) for place in places)
+        raise false_answer(f"{endpoint} answered output_top_logprobs of another form: {shortened(listed)}")
+    pairs = (read_pairs(place or [], "output_top_logprobs", endpoint) for place in places)
     return tuple(tuple(zip(*place, strict=True)) for place in pairs)
 
 
@@ -350,33 +350,33 @@ class PartRequest:
                 payload["routed_experts_start_len"] = self.experts_start
         return payload
 
-    def check(self, counted: int, where: str) -> None:
+    def check(self, counted: int, endpoint: str) -> None:
         """Raises ``EngineProtocolError`` when the engine ``counted`` another number of tokens in the prompt."""
         why, prompt = "it cuts prompts (--allow-auto-truncate), or answers another request", "a prompt"
         if self.images is not None:
             why = "it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
             prompt = "a prompt with images"
         if counted != (sent := len(self.input_ids)):
-            raise false_answer(f"{where} counts {counted} tokens in {prompt} that has {sent}: {why}")
+            raise false_answer(f"{endpoint} counts {counted} tokens in {prompt} that has {sent}: {why}")
 
 
-def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, where: str) -> tuple[WeightSpan, ...]:
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, endpoint: str) -> tuple[WeightSpan, ...]:
     # newer servers list which tokens each version sampled; older ones name only the version at the end
-    listed, version, end = meta.get("weight_versions"), version_of(meta, where), 0
+    listed, version, end = meta.get("weight_versions"), version_of(meta, endpoint), 0
     if not listed:
         listed = [] if version is None else [{"version": version, "start": 0, "end": n_tokens}]
     spans: list[WeightSpan] = []
     for item in listed if isinstance(listed, list) else [None]:
-        if not isinstance(item, Mapping) or (name := version_of(item, where, name="version")) is None:
-            raise false_answer(f"{where} answered weight_versions of another form: {shortened(listed)}")
-        start, last = (count_of(item, place, where, default=-1) for place in ("start", "end"))
+        if not isinstance(item, Mapping) or (name := version_of(item, endpoint, name="version")) is None:
+            raise false_answer(f"{endpoint} answered weight_versions of another form: {shortened(listed)}")
+        start, last = (count_of(item, place, endpoint, default=-1) for place in ("start", "end"))
         if start != end or last < start:
-            raise false_answer(f"{where} answered weight_versions with gaps or overlaps: {shortened(listed)}")
+            raise false_answer(f"{endpoint} answered weight_versions with gaps or overlaps: {shortened(listed)}")
         if oldest is not None and name.isdecimal() and int(name) < oldest and start < min(last, n_tokens):
             why = f"and version {oldest} was pushed before: a worker has missed an update"
-            raise false_answer(f"{where} sampled with weights of version {name}, {why}")
+            raise false_answer(f"{endpoint} sampled with weights of version {name}, {why}")
         spans.append(WeightSpan(name, start, min(last, n_tokens)))
         end = last
     if spans and end < n_tokens:
-        raise false_answer(f"{where} answered weight_versions of {end} tokens in an answer of {n_tokens}")
+        raise false_answer(f"{endpoint} answered weight_versions of {end} tokens in an answer of {n_tokens}")
     return tuple(span for span in spans if span.start < span.end)

@@ -22,11 +22,11 @@ class PromptIds(Sequence[int]):
         return len(self.array)
 
     @overload
-    def __getitem__(self, at: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-    def __getitem__(self, at: int | slice) -> int | list[int]:
-        return self.array[at].tolist()
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self.array[index].tolist()
 
     def __iter__(self) -> Any:
         return iter(self.array.tolist())

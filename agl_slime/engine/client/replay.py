@@ -69,63 +69,67 @@ class Nucleus:
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.offsets, other.offsets)
 
 
-def narrowed(experts: NDArray[np.int32], *, where: str) -> NDArray[Any]:
+def narrowed(experts: NDArray[np.int32], *, endpoint: str) -> NDArray[Any]:
     """As the smallest unsigned integers that hold them."""
     if not experts.size:
         return experts.astype(np.uint8)
     if (most := experts.view(np.uint32).max()) > 0xFFFF:  # where a negative number is a large one
-        raise EngineProtocolError(f"{where} answered routed_experts outside of 0 to 65535: its capture is broken")
+        raise EngineProtocolError(f"{endpoint} answered routed_experts outside of 0 to 65535: its capture is broken")
     return experts.astype(np.uint8 if most < 256 else np.uint16)
 
 
 def parse_experts(
-    meta: Mapping[str, Any], shape: Shape, *, length: int, start: int, where: str, required: bool
+    meta: Mapping[str, Any], shape: Shape, *, length: int, start: int, endpoint: str, required: bool
 ) -> RoutedExperts | None:
     """The rows from ``start`` on that ``meta_info`` has for a sequence of ``length`` tokens; ``None`` where it has
     none. How many there are says where they begin: an engine that knows no start sends all.
 
     Raises ``EngineProtocolError`` naming flag and shape when they do not fit, or are missing and ``required``.
     """
-    given = _int32(meta, "routed_experts", where)
-    if given is None and required:
+    values = _int32(meta, "routed_experts", endpoint)
+    if values is None and required:
         why = "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with"
-        raise EngineProtocolError(f"{where} {why} --enable-return-routed-experts")
-    if given is None:
+        raise EngineProtocolError(f"{endpoint} {why} --enable-return-routed-experts")
+    if values is None:
         return None
     layers, top_k = shape
-    count, rest = divmod(given.size, layers * top_k)
+    count, rest = divmod(values.size, layers * top_k)
     begins = length - 1 - count
     reported = meta.get("routed_experts_start_len")
     if rest or begins < 0 or begins > start or (reported is not None and reported != begins):
-        wanted = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
+        expected = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
         fix = "check --num-layers and --moe-router-topk (locally the model's config.json) against the served model"
-        raise EngineProtocolError(f"{where} answered {given.size} routed_experts, which do not fit {wanted}: {fix}")
-    rows = narrowed(given[(start - begins) * layers * top_k :], where=where).reshape(-1, layers, top_k)
+        raise EngineProtocolError(
+            f"{endpoint} answered {values.size} routed_experts, which do not fit {expected}: {fix}"
+        )
+    rows = narrowed(values[(start - begins) * layers * top_k :], endpoint=endpoint).reshape(-1, layers, top_k)
     rows.flags.writeable = False
     return RoutedExperts(start, rows)
 
 
 def parse_nucleus(
-    meta: Mapping[str, Any], *, count: int, where: str, required: bool, vocab_size: int | None
+    meta: Mapping[str, Any], *, count: int, endpoint: str, required: bool, vocab_size: int | None
 ) -> Nucleus | None:
     """The kept ids of ``count`` sampled tokens; ``None`` where ``meta_info`` has none and they are not ``required``."""
-    ids, offsets = (_int32(meta, f"top_p_token_{name}", where) for name in ("ids", "offsets"))
+    ids, offsets = (_int32(meta, f"top_p_token_{name}", endpoint) for name in ("ids", "offsets"))
     if (ids is None or offsets is None) and required:
         why = "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang"
         fix = "does not send them, apply slime's docker/patch/*/sglang-top_p.patch or sample with top_p 1"
-        raise EngineProtocolError(f"{where} {why} {fix}")
+        raise EngineProtocolError(f"{endpoint} {why} {fix}")
     if ids is None or offsets is None:
         return None
     fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()
     if not fits:
         counts = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
-        raise EngineProtocolError(f"{where} answered {counts}: offsets must be one more than tokens and end at the ids")
+        raise EngineProtocolError(
+            f"{endpoint} answered {counts}: offsets must be one more than tokens and end at the ids"
+        )
     if len(ids) and (ids.min() < 0 or ids.max() >= (vocab_size or 2**31)):
-        raise EngineProtocolError(f"{where} answered top_p_token_ids outside the model's vocabulary")
+        raise EngineProtocolError(f"{endpoint} answered top_p_token_ids outside the model's vocabulary")
     return Nucleus(ids, offsets)
 
 
-def _int32(meta: Mapping[str, Any], name: str, where: str) -> NDArray[np.int32] | None:
+def _int32(meta: Mapping[str, Any], name: str, endpoint: str) -> NDArray[np.int32] | None:
     value = meta.get(name)
     if value is None:
         return None
@@ -133,4 +137,4 @@ def _int32(meta: Mapping[str, Any], name: str, where: str) -> NDArray[np.int32] 
         raw = base64.b64decode(value)  # without validation, which takes longer than all else: sizes are checked
         return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     except (TypeError, ValueError, binascii.Error) as error:
-        raise EngineProtocolError(f"{where} answered {name} that is no base64 of int32: {value!r:.80}") from error
+        raise EngineProtocolError(f"{endpoint} answered {name} that is no base64 of int32: {value!r:.80}") from error

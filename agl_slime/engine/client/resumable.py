@@ -29,24 +29,24 @@ _LONGEST_CHARACTER = 4  # bytes, and so ids
 
 
 def growing_text(
-    before: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
+    earlier_text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
 ) -> Callable[[Mapping[str, Any]], str]:
-    """A function that gives the text so far from an event, after ``ids`` with the text ``before`` from an earlier
+    """A function that gives the text so far from an event, after ``ids`` with the text ``earlier_text`` from an earlier
     request. The engine drops or damages a character that is split between the two requests, so the text is decoded from
     ids. Without ``decode`` it is the engine's text."""
     if decode is None:
-        return lambda event: before + str(event.get("text") or "")
+        return lambda event: earlier_text + str(event.get("text") or "")
     all_ids, first = [*ids], len(ids)
 
     def settled(end: int) -> int:
         """``end``, or the place before it where no character is cut."""
-        for at in range(end, max(0, end - _LONGEST_CHARACTER), -1):
-            if not decode(all_ids[max(0, at - DECODED_AFTER) : at]).endswith(CUT):
-                return at
+        for place in range(end, max(0, end - _LONGEST_CHARACTER), -1):
+            if not decode(all_ids[max(0, place - DECODED_AFTER) : place]).endswith(CUT):
+                return place
         return end  # the model sampled that
 
     decoded_to = settled(first)
-    text = before if decoded_to == first else before.rstrip(CUT)
+    text = earlier_text if decoded_to == first else earlier_text.rstrip(CUT)
 
     def read(event: Mapping[str, Any]) -> str:
         nonlocal decoded_to, text
@@ -182,33 +182,35 @@ class ResumableGeneration:
         if self.sampled and extra.get("min_new_tokens"):
             least = max(0, int(extra["min_new_tokens"]) - self.sampled)
             extra = {**extra, "min_new_tokens": min(least, 1) if self._open_stop else least}
-        left = 1 if self._open_stop else self._budget - self.sampled
+        budget = 1 if self._open_stop else self._budget - self.sampled
         experts = self._got.experts
         return PartRequest(
             (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
-            replace(self._sampling, max_new_tokens=left, extra=extra),
+            replace(self._sampling, max_new_tokens=budget, extra=extra),
             min(experts.end, len(self._prompt) + self.sampled) if experts is not None else self._experts_start,
             prompt_tokens=len(self._prompt),
             **self._fields,
         )
 
     def add(self, part: Generation) -> None:
-        got, one_token, offset = self._got, self._open_stop, self.sampled
-        searched = max(0, len(got.text) - max(map(len, self._stops), default=1) + 1)
-        counted = got if got.prompt_tokens else part  # a part that was aborted in the queue has no counts
+        answer, one_token, offset = self._got, self._open_stop, self.sampled
+        searched = max(0, len(answer.text) - max(map(len, self._stops), default=1) + 1)
+        counted = answer if answer.prompt_tokens else part  # a part that was aborted in the queue has no counts
         self._got = replace(
             part,
-            output_ids=got.output_ids + part.output_ids,
-            log_probs=got.log_probs + part.log_probs,
-            text=got.text + part.text,
+            output_ids=answer.output_ids + part.output_ids,
+            log_probs=answer.log_probs + part.log_probs,
+            text=answer.text + part.text,
             matched_stop=part.matched_stop if part.finish_reason == "stop" else None,
             prompt_tokens=counted.prompt_tokens,
             cached_tokens=counted.cached_tokens,
-            weight_versions=_joined(got.weight_versions, part.weight_versions, offset),
-            top_log_probs=got.top_log_probs + part.top_log_probs,
-            experts=got.experts.joined(part.experts) if got.experts and part.experts else got.experts or part.experts,
-            nucleus=_joined_nucleus(got, part),
-            speculated=_added(got.speculated, part.speculated),
+            weight_versions=_joined(answer.weight_versions, part.weight_versions, offset),
+            top_log_probs=answer.top_log_probs + part.top_log_probs,
+            experts=answer.experts.joined(part.experts)
+            if answer.experts and part.experts
+            else answer.experts or part.experts,
+            nucleus=_joined_nucleus(answer, part),
+            speculated=_added(answer.speculated, part.speculated),
         )
         self.done = part.finish_reason == "stop" or (part.finish_reason == "length" and not one_token)
         self._aborted = part.finish_reason == "abort"
@@ -248,14 +250,14 @@ class ResumableGeneration:
 
     def _trim_stop(self, searched: int) -> None:
         """Cut the matched stop string or token off the text, as the engine does."""
-        got, text = self._got, self._got.text
+        answer, text = self._got, self._got.text
         if not self._trim:
             return
-        if isinstance(got.matched_stop, int) and self._decode is not None:
-            text = self._decoded(got.output_ids[:-1], self._decode)
-        elif isinstance(got.matched_stop, str) and (at := text.find(got.matched_stop, searched)) >= 0:
-            text = text[:at]
-        self._got = replace(got, text=text)
+        if isinstance(answer.matched_stop, int) and self._decode is not None:
+            text = self._decoded(answer.output_ids[:-1], self._decode)
+        elif isinstance(answer.matched_stop, str) and (end := text.find(answer.matched_stop, searched)) >= 0:
+            text = text[:end]
+        self._got = replace(answer, text=text)
 
     def _decoded(self, ids: Sequence[int], decode: Decode) -> str:
         # after the prompt's last tokens, as SGLang does: some tokenizers drop a blank at the very beginning
@@ -271,26 +273,26 @@ class Progress(NamedTuple):
     so_far: Callable[[], Generation]
 
 
-def _so_far(wanted: ResumableGeneration, request: PartRequest, event: Mapping[str, Any]) -> Generation:
-    wanted = copy.copy(wanted)
-    wanted.add(parse_generation(broken_off(event), request=request))
-    return wanted.so_far
+def _so_far(resumable: ResumableGeneration, request: PartRequest, event: Mapping[str, Any]) -> Generation:
+    resumable = copy.copy(resumable)
+    resumable.add(parse_generation(broken_off(event), request=request))
+    return resumable.so_far
 
 
 def _added(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
-def _joined_nucleus(got: Generation, part: Generation) -> Nucleus | None:
+def _joined_nucleus(answer: Generation, part: Generation) -> Nucleus | None:
     """``None`` when one of them has sampled tokens without it."""
-    if not (got.output_ids and part.output_ids):
-        return part.nucleus if part.output_ids else got.nucleus
-    return None if got.nucleus is None or part.nucleus is None else got.nucleus.joined(part.nucleus)
+    if not (answer.output_ids and part.output_ids):
+        return part.nucleus if part.output_ids else answer.nucleus
+    return None if answer.nucleus is None or part.nucleus is None else answer.nucleus.joined(part.nucleus)
 
 
-def _joined(spans: tuple[WeightSpan, ...], more: tuple[WeightSpan, ...], offset: int) -> tuple[WeightSpan, ...]:
+def _joined(spans: tuple[WeightSpan, ...], later: tuple[WeightSpan, ...], offset: int) -> tuple[WeightSpan, ...]:
     """``more`` begins at output token ``offset``; neighbours of one version become one span."""
-    for span in more:
+    for span in later:
         start, end = span.start + offset, span.end + offset
         if spans and spans[-1].version == span.version and spans[-1].end == start:
             start, spans = spans[-1].start, spans[:-1]

@@ -54,11 +54,11 @@ PROTOCOL_ERROR_RETRIES = 2
 
 
 def refusal(
-    status: int, body: str, *, where: str = "the engine", headers: Mapping[str, str] | None = None
+    status: int, body: str, *, endpoint: str = "the engine", headers: Mapping[str, str] | None = None
 ) -> EngineError:
     """The error of an answer whose status is not 200. ``where`` names the URL in its text."""
     message = error_message(body)
-    text = f"{where} answered HTTP {status}: {message or 'no text'}"
+    text = f"{endpoint} answered HTTP {status}: {message or 'no text'}"
     if status in RETRIED_4XX or status >= 500:
         error = EngineServerError(text)
         error.retry_after_s = retry_after_s(headers)
@@ -82,43 +82,43 @@ def false_answer(text: str) -> EngineProtocolError:
     return error
 
 
-def check_event(event: Any, *, where: str) -> None:
+def check_event(event: Any, *, endpoint: str) -> None:
     """Raises the error in a stream's event, and ``EngineProtocolError`` for an event with the newest tokens only: the
     last event must be the whole answer."""
     if not isinstance(event, dict):
         return
     if isinstance(error := event.get("error"), dict):
         code = error.get("code")
-        raise refusal(code if type(code) is int else 400, json.dumps(event), where=where)
+        raise refusal(code if type(code) is int else 400, json.dumps(event), endpoint=endpoint)
     meta = event["meta_info"] if isinstance(event.get("meta_info"), dict) else {}
     listed, count = meta.get("output_token_logprobs"), meta.get("completion_tokens")
     if isinstance(listed, list) and isinstance(count, int) and len(listed) < count:
-        problem = f"{where} streams only the newest tokens in each event"
+        problem = f"{endpoint} streams only the newest tokens in each event"
         raise EngineProtocolError(f"{problem}: start SGLang without --incremental-streaming-output")
 
 
-def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineError:
+def engine_error(exc: BaseException, *, endpoint: str = "the engine") -> EngineError:
     """The error of anything that sending a request or reading its answer may raise. An exception that is none of the
     engine's is raised again as it is."""
     text = str(exc) or type(exc).__name__
     if isinstance(exc, EngineError):
         return exc
     if isinstance(exc, RecursionError):
-        return false_answer(f"{where} answered JSON that is nested too deep")
+        return false_answer(f"{endpoint} answered JSON that is nested too deep")
     if isinstance(exc, aiohttp.ClientSSLError):
-        error = EngineUnreachableError(f"{where} could not be reached by TLS: {text}")
+        error = EngineUnreachableError(f"{endpoint} could not be reached by TLS: {text}")
         error.transient = False
         return error
     if isinstance(exc, (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)):
         if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
             text += "; raise the limit of open files (ulimit -n) or lower ClientSettings.max_connections"
-        return EngineUnreachableError(f"{where} could not be reached: {text}")
+        return EngineUnreachableError(f"{endpoint} could not be reached: {text}")
     if isinstance(exc, TimeoutError):
-        return EngineTimeoutError(f"{where} sent nothing within the idle timeout")
+        return EngineTimeoutError(f"{endpoint} sent nothing within the idle timeout")
     if isinstance(exc, aiohttp.ClientResponseError):
-        return EngineProtocolError(f"{where} does not speak HTTP: {text}")
+        return EngineProtocolError(f"{endpoint} does not speak HTTP: {text}")
     if isinstance(exc, (aiohttp.ClientError, OSError)):  # resets, disconnects, a body that ends too early
-        return EngineUnreachableError(f"{where} broke the connection: {text}")
+        return EngineUnreachableError(f"{endpoint} broke the connection: {text}")
     raise exc
 
 

@@ -87,7 +87,7 @@ class HttpTransport:
 
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
-        self.shown = shown_url(self.base_url)
+        self.shown_url = shown_url(self.base_url)
         self.settings = settings
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()
@@ -104,18 +104,18 @@ class HttpTransport:
     ) -> dict[str, Any]:
         """One control call with retries. Returns the JSON object of the answer; nothing of it without ``json``."""
         deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
-        where = self.shown + path
+        endpoint = self.shown_url + path
 
         async def attempt() -> dict[str, Any]:
             content = await self.send(method, path, payload, deadline=deadline, json=json)
             if not isinstance(content, dict):
-                raise EngineProtocolError(f"{where} answered a JSON {type(content).__name__}; expected an object")
+                raise EngineProtocolError(f"{endpoint} answered a JSON {type(content).__name__}; expected an object")
             return content
 
-        return await self.retry(attempt, where=where, deadline=deadline, tries=max_attempts)
+        return await self.retry(attempt, endpoint=endpoint, deadline=deadline, tries=max_attempts)
 
     async def retry(
-        self, attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, tries: int | None = None
+        self, attempt: Callable[[], Awaitable[T]], *, endpoint: str, deadline: float, tries: int | None = None
     ) -> T:
         """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (on
         ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one
@@ -128,14 +128,16 @@ class HttpTransport:
             try:
                 return await attempt()
             except Exception as exc:
-                error = failure = engine_error(exc, where=where)
+                error = failure = engine_error(exc, endpoint=endpoint)
                 cause = exc.__cause__ if exc is failure else exc
             protocol_errors += isinstance(error, EngineProtocolError)
             pause = backoff.failed(error, at_least_s=failure.retry_after_s)
             retry = failure.transient and protocol_errors <= PROTOCOL_ERROR_RETRIES
             why = ""
             if time.monotonic() >= deadline:
-                error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
+                error = EngineTimeoutError(
+                    f"{endpoint} did not answer within the time limit; the last failure: {error}"
+                )
             elif retry and pause is not None:
                 logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
                 await asyncio.sleep(pause)
@@ -169,7 +171,7 @@ class HttpTransport:
         Of an answer that is streamed ``on_event`` gets the JSON of events, those excepted that a later one has
         overtaken (SGLang's hold all that came before them), and the last one is returned.
         """
-        where = self.shown + path
+        endpoint = self.shown_url + path
         remaining = max(0.001, deadline - time.monotonic())
         timeout = aiohttp.ClientTimeout(
             total=remaining,
@@ -185,16 +187,16 @@ class HttpTransport:
             method, self.base_url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
             if on_event is not None and answer.status == 200 and answer.content_type == "text/event-stream":
-                return await _last_event(answer, on_event, where)
+                return await _last_event(answer, on_event, endpoint)
             content = await answer.read()
             status, kind, answer_headers = answer.status, answer.content_type, answer.headers
         if status != 200:
-            raise refusal(status, content.decode(errors="replace"), where=where, headers=answer_headers)
+            raise refusal(status, content.decode(errors="replace"), endpoint=endpoint, headers=answer_headers)
         try:
             return _decoded(content) if json else {}
         except ValueError:
             start = error_message(content[:200].decode(errors="replace"))
-            raise EngineProtocolError(f"{where} answered {kind}, which is not JSON: {start!r}") from None
+            raise EngineProtocolError(f"{endpoint} answered {kind}, which is not JSON: {start!r}") from None
 
     async def aclose(self) -> None:
         """Close the connections of every loop. May be called more than once; a later request opens new ones."""
@@ -233,7 +235,7 @@ class HttpTransport:
         return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
-async def _last_event(answer: aiohttp.ClientResponse, on_event: Callable[[Any], None], where: str) -> Any:
+async def _last_event(answer: aiohttp.ClientResponse, on_event: Callable[[Any], None], endpoint: str) -> Any:
     last, rest = None, b""
     async for data in answer.content.iter_any():
         *events, rest = (rest + data).split(b"\n\n")
@@ -243,7 +245,7 @@ async def _last_event(answer: aiohttp.ClientResponse, on_event: Callable[[Any], 
         try:
             last = _decoded(bodies[-1])
         except ValueError:
-            raise EngineProtocolError(f"{where} streamed an event that is not JSON: {bodies[-1][:200]!r}") from None
+            raise EngineProtocolError(f"{endpoint} streamed an event that is not JSON: {bodies[-1][:200]!r}") from None
         on_event(last)
     return last
 
