@@ -260,8 +260,7 @@ def _through_data_buffer(
 
 
 def _metadata_before(data_buffer: Any, rollout_id: int) -> dict[str, Any]:
-    """The metadata of steps before this one: a saved data buffer may have later ones, which a resumed trainer
-    forgot."""
+    """The metadata of earlier steps: a saved data buffer may have later ones, which a resumed trainer forgot."""
     get = getattr(data_buffer, "get_metadata", None)
     metadata: Mapping[str, Any] = get() if get is not None else {}
     steps = {key: str(key).removeprefix(_GROUPS_PREFIX) for key in metadata}

@@ -160,8 +160,7 @@ class Records:
     # -- deliveries ---------------------------------------------------------------------------------------------------
 
     def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
-        """Count the items delivered to these requests as trained: the reader has saved them. Returns the number of
-        groups."""
+        """Count the items delivered to these requests as trained. Returns the number of groups."""
         delivered = "task = ? AND request_id IN (SELECT value FROM json_each(?))"
         with self._database.transaction():
             ids = orjson.dumps([*request_ids]).decode()

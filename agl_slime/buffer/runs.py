@@ -51,8 +51,7 @@ def file_of(generator: ModuleType) -> Path:
 
 
 def discover_generators(directory: Path) -> Discovery:
-    """Load every ``*_generator.py`` of the directory; broken files, and further files for a task type, are reported and
-    left out."""
+    """Load every ``*_generator.py`` of the directory, but broken files and further files for a task type."""
     discovery = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:

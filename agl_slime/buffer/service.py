@@ -134,8 +134,7 @@ class RolloutBuffer:
     async def read(
         self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Sequence[str] = ()
     ) -> Batch | None:
-        """Whole groups with at most ``batch_size`` items in total, but at least one group; ``None``: all ready
-        groups."""
+        """Whole groups of at most ``batch_size`` items (``None``: of all ready groups), but at least one group."""
         entry = self._tasks[task]
         most = None if batch_size is None else max(1, batch_size // entry.group_size)
         claim = threading.Lock()
@@ -270,8 +269,7 @@ class RolloutBuffer:
     async def _in_time(
         self, task: _Task, function: Callable[[], T], failure: str, claim: threading.Lock | None = None
     ) -> T:
-        """The result of ``function``, or a 503 after the timeout: a user's stage or file that hangs must not block its
-        callers."""
+        """The result of ``function``, or a 503 after the timeout: a stage or file of a user may hang."""
 
         async def call_exclusively() -> T:
             async with task.lock:

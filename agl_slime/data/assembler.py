@@ -71,13 +71,10 @@ class GroupAssembler:
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """Note that these rollouts are in flight. Pass Rollout objects for members whose group may be finalized without
-        them."""
+        """Note that these rollouts are in flight. A group may be finalized without members that come as ``Rollout``."""
         named = [rollout for rollout in rollouts if not isinstance(rollout, str)]
-        self.ledger.open_many(
-            [(rollout, None) for rollout in rollouts if isinstance(rollout, str)]
-            + [(rollout.rollout_id, instance_of(rollout.metadata or {})) for rollout in named]
-        )
+        ids = [(rollout_id, None) for rollout_id in rollouts if isinstance(rollout_id, str)]
+        self.ledger.open_many(ids + [(each.rollout_id, instance_of(each.metadata or {})) for each in named])
         late = []
         for rollout in named:
             group_id = str((rollout.metadata or {}).get("group_id"))

@@ -22,8 +22,7 @@ _HEALTH_CHECK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TaskGroup:
-    """A drawn task with the id of its group of rollouts. ``instance_id`` is the task's number in drawing order, from
-    0."""
+    """A drawn task with the id of its group of rollouts; ``instance_id`` is its number in drawing order, from 0."""
 
     group_id: str
     task: Task

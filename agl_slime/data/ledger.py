@@ -148,8 +148,7 @@ class Ledger:
         return closed
 
     def filter_trained(self, rollout_ids: Sequence[str], reason: str) -> int:
-        """Move trained rollouts to filtered, for ``reason``: they were delivered and not trained on. Returns how
-        many."""
+        """Move delivered rollouts that were not trained on to filtered, for ``reason``. Returns how many."""
         with self._database.transaction():
             trained = "state = 2 AND outcome = 'trained' AND reason = ''"
             moved = self._update("outcome = 'filtered', reason = ?", (reason,), trained, rollout_ids)
@@ -157,8 +156,7 @@ class Ledger:
         return moved
 
     def remember(self, rollout_ids: Iterable[str]) -> None:
-        """Recognise later reports of these rollouts as late, without counting them: another ledger of the run closed
-        them."""
+        """Recognise later reports of these rollouts, which another ledger of the run closed, without counting them."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
             number = self._closed_no()

@@ -155,8 +155,7 @@ def reward_of(sample: Sample) -> Any:
 
 
 def group_of(samples: Sequence[Sample], conversations: Mapping[str, Conversation]) -> GroupResult:
-    """A ready group, rebuilt after a restart from its samples and the ``conversations`` of rollouts: without failed
-    members."""
+    """A ready group, rebuilt after a restart from its samples and ``conversations``: without failed members."""
     by_rollout: dict[str, list[Sample]] = {}
     for sample in samples:
         by_rollout.setdefault(rollout_of(sample) or "", []).append(sample)

@@ -227,9 +227,8 @@ class GroupSource:
                 self.ingestor.on_end[group_id] = on_end
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """Note that these rollouts were enqueued: the ledger counts them as in flight, and a store without
-        notifications is polled about them. Pass ``Rollout`` objects, not ids, for members whose group may be finalized
-        without them."""
+        """Note that these rollouts were enqueued: they are in flight, and a store without notifications is polled about
+        them. A group may be finalized without members that come as ``Rollout`` objects, not ids."""
         self.follower.start()
         self.ingestor.opened(rollouts)
 
@@ -240,8 +239,7 @@ class GroupSource:
             self.delivery.versions.push(str(version), named=named)
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
-        """Count these rollouts as cancelled for ``reason`` and forget their groups; late reports of them are
-        ignored."""
+        """Count these rollouts as cancelled for ``reason``, forget their groups and ignore later reports."""
         with self.changed:
             self.assembler.abandon(rollout_ids, group_ids=group_ids, reason=reason)
             self.changed.notify_all()

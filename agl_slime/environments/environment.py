@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import agl_slime
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
@@ -273,7 +272,7 @@ def _variables() -> dict[str, str]:
 def _package_alone() -> Path:
     """A directory with this package alone, in the cache: the one that it is in would bring this Python's other packages
     along. Raises ``ConfigError`` when it cannot be written."""
-    package = Path(agl_slime.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     directory = cache_directory() / f"package-{hashlib.sha256(bytes(package)).hexdigest()[:16]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,7 @@ class Failures:
             raise LoopError(f"{self._other_names}: declare one of these as reward_key, or none for the first")
 
     def pause_after(self, iteration: int, groups: Sequence[GroupResult]) -> float | None:
-        """The pause in seconds before another batch is tried; ``None`` to continue with this one. Raises
-        ``LoopError``."""
+        """The seconds to pause before another batch; ``None`` to continue with this one. Raises ``LoopError``."""
         members = [member for group in groups for member in group.members if not member.straggler]
         if not any(member.ok for member in members):
             self.why = f"iteration {iteration}: all {len(members)} rollouts failed: {format_failures(members)}"

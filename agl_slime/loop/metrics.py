@@ -1,5 +1,4 @@
-"""An iteration's metrics from its groups. Means are over rollouts with a reward; a missing reward never counts as
-0."""
+"""An iteration's metrics from its groups. Means are over rollouts with a reward; a missing one never counts as 0."""
 
 from __future__ import annotations
 
@@ -132,8 +131,7 @@ def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, 
 
 
 def reward_by_task(members: Sequence[MemberResult]) -> dict[str, float]:
-    """The mean reward of each task that has one, by a digest of the task; a member without a task has one of its
-    own."""
+    """The mean reward of each task with one, by a digest of the task; a member without a task is a task by itself."""
     by_task: dict[str, list[float]] = {}
     for member in members:
         if member.reward is not None:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -391,7 +392,5 @@ class OnlineRLLoop:
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:
-    try:
+    with suppress(RuntimeError):  # the run is over and its event loop closed
         loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:  # the run is over and its event loop closed
-        logger.debug("A result arrived after the run had ended.")

@@ -113,8 +113,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._on_loop(self._wake.set)
 
     def cancel(self, rollout_id: str) -> None:
-        """Cancel the rollout's agent, if it runs here or is about to; the attempt fails with the reason
-        ``cancelled``."""
+        """Cancel the rollout's agent, if it runs here or is about to; its attempt fails as ``cancelled``."""
         self._on_loop(lambda: self.get_agent().cancel(rollout_id))
 
     def stop(self, *, cancel: bool = True) -> None:

@@ -129,8 +129,7 @@ class ControllerPool(RunnerPool):
             end_agents(self.url)
 
     def _new_child(self) -> tuple[str, ControllerProcess]:
-        """Start a child under a new name, so that late requests of an earlier child's agents are not taken for its
-        own."""
+        """Start a child under a new name, which tells late requests of an earlier child's agents from its own."""
         name = f"child-{next(self._numbers)}"
         child = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
         return name, child.start()

@@ -37,8 +37,7 @@ def configure_worker_process() -> None:
 
 
 def freeze_gc() -> None:
-    """Exclude the existing objects from garbage collection (reference counts still free them), if the process is
-    configured."""
+    """Exclude the existing objects from garbage collection (not from reference counts) in a configured process."""
     if _configured:
         gc.collect()
         gc.freeze()

@@ -21,8 +21,7 @@ _PLACE_S = 60.0
 
 
 def require_reachable(ray: Any, host: str, *, setting: str) -> None:
-    """Raise ``ConfigError``, which names the ``setting`` of ``host``, when Ray has nodes that do not reach a store on
-    it."""
+    """Raise ``ConfigError``, which names the ``setting`` of ``host``, when some node of Ray cannot reach it."""
     nodes = sum(bool(node.get("Alive")) for node in ray.nodes())
     if nodes > 1 and is_loopback(host):
         why = f"Ray has {nodes} nodes, and only this one reaches a store on {host}"

@@ -33,19 +33,18 @@ class RunnerThread(RunnerPool):
         self._agent = agent
         self._store: LightningStore = threaded(store)
         self._thread: LoopThread | None = None
-        self._failure: BaseException | None = None
 
     @property
     def failure(self) -> BaseException | None:
-        return self._failure
+        return None if self._thread is None else self._thread.failure
 
     def start(self) -> Self:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
         self._thread = LoopThread(self._serve, name="agl-slime-runner")
         self._thread.start()
-        if self._failure is not None:
-            raise LoopError(f"The runner could not start: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise LoopError(f"The runner could not start: {self.failure}") from self.failure
         return self
 
     def wake(self) -> None:
@@ -63,10 +62,6 @@ class RunnerThread(RunnerPool):
         return True
 
     async def _serve(self, ready: Callable[[], None]) -> None:
-        try:
-            with self.runner.run_context(agent=self._agent, store=self._store):
-                asyncio.get_running_loop().call_soon(ready)
-                await self.runner.iter()
-        except BaseException as error:  # start() and the training loop read it
-            self._failure = error
-            logger.error("The runner ended: %s", error, exc_info=error)
+        with self.runner.run_context(agent=self._agent, store=self._store):
+            asyncio.get_running_loop().call_soon(ready)
+            await self.runner.iter()

@@ -362,9 +362,8 @@ class BridgeStore(InMemoryLightningStore):
             self._trim()
 
     def _mark_alive(self, rollout_id: str, attempt_id: str) -> RolloutUpdate | None:
-        """Record new spans as a sign of life of the attempt, and of its rollout if it is the latest. Returns the
-        rollout if it had been queued again. Equals Agent Lightning's ``_on_attempt_heartbeat``, in a tenth of its
-        time."""
+        """Agent Lightning's ``_on_attempt_heartbeat`` in a tenth of its time: new spans are a sign of life of the
+        attempt, and of its rollout if it is the latest. Returns the rollout if it had been queued again."""
         rollout = self.collections.rollout(rollout_id)
         attempt = self.collections.attempts_of(rollout_id).get(attempt_id)
         if rollout is None or attempt is None:
@@ -409,8 +408,7 @@ class BridgeStore(InMemoryLightningStore):
 
 
 def _next_check(config: RolloutConfig, attempt: Attempt) -> float | None:
-    """The time at which the first of an attempt's limits passes, in seconds since the epoch; ``None`` without
-    limits."""
+    """The time at which the first of an attempt's limits passes (Unix time); ``None`` without limits."""
     times = []
     if config.timeout_seconds is not None:
         times.append(attempt.start_time + config.timeout_seconds)

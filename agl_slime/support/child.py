@@ -152,10 +152,10 @@ def spawn(
 
 class ServerChild(Child):
     """A child that writes one line to standard output once it answers, ``{"url": "…", "serving": "…"}``, and ends by
-    itself when it is no longer this process's child. ``served`` is what it serves, in errors."""
+    itself when it is no longer this process's child. ``served`` names its model or rollouts in errors."""
 
     summary = ""
-    """One sentence on what is served; empty before the start."""
+    """The served model in one sentence; empty before the start."""
     _url: str | None = None
 
     def __init__(

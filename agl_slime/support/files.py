@@ -116,8 +116,7 @@ def sole_owner(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_directory(parent: Path, name: str) -> Iterator[Path]:
-    """A temporary directory in ``parent`` while the block runs. The next one made there removes directories of killed
-    processes."""
+    """A temporary directory in ``parent`` while the block runs; the next removes what killed processes left."""
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
     path = _temporary(parent / name, "new")

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
-
-
-@cache
-def _malloc_trim() -> Any:
-    """glibc's ``malloc_trim``; ``None`` with another C library."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
+from contextlib import suppress
 
 
 def return_freed_memory() -> None:
-    """Return freed memory that the C library caches: gigabytes after a training step on long prompts, which it would
-    keep as long as the process lives."""
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
+    """Return freed memory that glibc caches for the life of the process: gigabytes after a step on long prompts."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -59,11 +59,13 @@ def log_to_stderr(level: int, form: str) -> None:
 
 
 class PlainConsole(rich.console.Console):
-    """Rich's console; what it renders is plain text with Rich's styles, or under ``NO_COLOR`` without any code, where
+    """Rich's console; it renders plain text with Rich's styles, or under ``NO_COLOR`` without any code, where
     Rich would keep bold text and spinners."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**(settings | ({"force_terminal": False} if os.environ.get("NO_COLOR") else {})))
+        if os.environ.get("NO_COLOR"):
+            settings["force_terminal"] = False
+        super().__init__(**settings)
 
     def render(self, renderable: Any, options: rich.console.ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

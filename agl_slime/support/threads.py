@@ -280,8 +280,7 @@ class LoopThread:
 
 
 async def _cancel_other_tasks() -> None:
-    """Cancel the other tasks of this loop, and unregister tasks that ignore it: asyncio would wait for them for
-    ever."""
+    """Cancel the other tasks of this loop, and forget tasks that ignore it: asyncio would wait for them for ever."""
     if not (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
         return
     for task in tasks:

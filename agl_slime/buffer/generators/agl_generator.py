@@ -38,8 +38,7 @@ def run_rollout(data: dict[str, Any]) -> None:
 
 
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
-    """Run the planned rollouts of the input file's tasks, and write each result, successful or failed, to the
-    buffer."""
+    """Run the planned rollouts of the input file's tasks, and write each result or failure to the buffer."""
     from agl_slime.data.source import GroupSource
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread

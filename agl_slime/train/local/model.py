@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers  # what its models are made of takes seconds to import, and comes with the first model
+import transformers  # its models take seconds to import, with the first one
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
