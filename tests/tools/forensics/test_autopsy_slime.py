@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_a_clean_dump_of_slimes_has_no_cause(bench: Bench, routed: Bench, tmp_pa
         assert {name: nats < 1e-4 for name, nats in diagnosis.differences.items()} == {"sampler": True, "trainer": True}
 
 
-def test_faults_in_slimes_dumps_are_named_first(bench: Bench, tmp_path: Path):
+def test_faults_in_slimes_dumps_are_named_first(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cooler = sample_rollouts(bench.model(), bench.tokenizer, temperature=0.7)
     late = sample_rollouts(bench.model(OLD), bench.tokenizer)
     for samples, fault, config in (
@@ -66,6 +69,8 @@ def test_faults_in_slimes_dumps_are_named_first(bench: Bench, tmp_path: Path):
     ):
         diagnosis = diagnosis_of_dump(tmp_path / fault, bench, samples, **config)
         assert (cause(diagnosis), diagnosis.subject) == (fault, "sampler"), diagnosis.sentence
+    main([str(tmp_path / "temperature"), "--step", "7", "--model", str(bench.directory / NEW)])
+    assert re.search(r"left after it:\n +[\d.e-]+ +[\d.e-]+  temperature: the log-probs are", capsys.readouterr().out)
     flags = ["--rollout-temperature", "0.7", "--lr", "1e-6"]
     assert is_clean(diagnosis_of_dump(tmp_path / "flags", bench, cooler, *flags))
 
