@@ -26,9 +26,7 @@ import orjson
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
@@ -165,7 +163,7 @@ class StoreService:
                 return JSONResponse({"detail": detail}, status_code=401)
             if (detail := page_refusal(request.headers, request.url.path, check_host=not token)) is not None:
                 return JSONResponse({"detail": detail}, status_code=403)
-            if (detail := encoding_refusal(encoding_of(request.headers))) is not None:
+            if (detail := encoding_refusal(encoding := encoding_of(request.headers))) is not None:
                 return JSONResponse({"detail": detail}, status_code=415)
             received, receive = 0, request.receive
 
@@ -178,44 +176,28 @@ class StoreService:
             request._receive = bounded_receive
             response = None
             try:
-                response = await call_next(request)
+                refusal = await _decompress(request, encoding) if encoding != "identity" else None
+                response = refusal or await call_next(request)
             except Exception:
                 if received <= _MAX_BODY:
                     raise
             return response if received <= _MAX_BODY else _too_large()
 
-        app.add_middleware(_PlainBodies)
         app.middleware("http")(admit)
 
 
-class _PlainBodies:
-    """Decompresses bodies: Agent Lightning's routes read gzip of any size, and no other encoding."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        encoding = encoding_of(Headers(scope=scope)) if scope["type"] == "http" else "identity"
-        if encoding == "identity":
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = await decompressed(await Request(scope, receive).body(), encoding, most=_MAX_BODY)
-        except (ClientDisconnect, ValueError) as error:
-            detail = f"the body cannot be read: {error or 'the connection ended'}"
-            await JSONResponse({"detail": detail}, status_code=400)(scope, receive, send)
-            return
-        if body is None:
-            await _too_large()(scope, receive, send)
-            return
-        encoded = (b"content-encoding", b"content-length")
-        headers = [(name, value) for name, value in scope["headers"] if name not in encoded]
-        messages: list[Message] = [{"type": "http.request", "body": body}]
-
-        async def receive_plain() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app({**scope, "headers": headers}, receive_plain, send)
+async def _decompress(request: Any, encoding: str) -> JSONResponse | None:
+    """Replace the body, of which Agent Lightning reads gzip of any size; the refusal of a broken or large one."""
+    try:
+        body = await decompressed(await request.body(), encoding, most=_MAX_BODY)
+    except (ClientDisconnect, ValueError) as error:
+        detail = f"the body cannot be read: {error or 'the connection ended'}"
+        return JSONResponse({"detail": detail}, status_code=400)
+    if body is None:
+        return _too_large()
+    request._body = body
+    request.scope["headers"] = [pair for pair in request.scope["headers"] if pair[0] != b"content-encoding"]
+    return None
 
 
 def _too_large() -> JSONResponse:
