@@ -251,9 +251,12 @@ class Gateway:
                 return web.Response()
             refusal = self._refusal(error, f"{request.method} {path}")
         if attempt is not None and refusal.code != THREADS_UNSUPPORTED:  # a client expects this refusal
-            attempt.seen[f"refused/{refusal.status}"] += 1
-            explain_once(refusal, attempt.rollout_id)
-            await self._record_refusal(attempt, path, refusal)
+            if request.method == "GET" and refusal.code == "unknown_url":  # a harness looks for another server's API
+                attempt.seen["unknown_gets"] += 1
+            else:
+                attempt.seen[f"refused/{refusal.status}"] += 1
+                explain_once(refusal, attempt.rollout_id)
+                await self._record_refusal(attempt, path, refusal)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
         return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
 

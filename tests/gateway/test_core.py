@@ -192,13 +192,18 @@ def test_a_key_that_is_no_text_is_401() -> None:
 
 
 def test_unknown_paths_are_counted_in_bounded_memory() -> None:
+    """GETs apart: harnesses look for other servers' APIs with them. No path is the engine's."""
+    routes = ("generate", "pause_generation", "update_weights_from_disk", "flush_cache", "abort_request")
     with serving("hello") as case, httpx.Client() as client:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
+        for path in routes:
+            assert client.post(f"{case.llm.endpoint.removesuffix('/v1')}/{path}", json={}).status_code == 404
+        assert not case.engine.received
         assert text(chat(case)) == "hello"
         counts = gateway_counts(case)
         assert len(counts) < 30
-        assert (counts["POST /chat/completions"], counts["refused/404"]) == (1, 60)
+        assert (counts["POST /chat/completions"], counts["unknown_gets"], counts["refused/404"]) == (1, 60, len(routes))
 
 
 def test_an_unexpected_failure_is_logged_without_the_key(caplog: pytest.LogCaptureFixture) -> None:

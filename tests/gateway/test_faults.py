@@ -118,14 +118,6 @@ def test_nothing_is_answered_after_the_end_nor_at_anothers_address() -> None:
         assert not attempt.closed
 
 
-def test_the_engines_own_routes_are_not_to_be_had() -> None:
-    with serving("hello") as case:
-        root = case.llm.endpoint.removesuffix("/v1")
-        for path in ("generate", "pause_generation", "update_weights_from_disk", "flush_cache", "abort_request"):
-            assert httpx.post(f"{root}/{path}", json={}).status_code == 404
-        assert not case.engine.received
-
-
 async def test_end_of_a_rollout_aborts_its_requests() -> None:
     with serving("one two three four five six seven", token_s=0.05) as case:
         url = f"{case.llm.endpoint}/chat/completions"
