@@ -59,6 +59,8 @@ HOOK_FLAGS = (
     *("--custom-rollout-log-function-path", f"{_HOOKS}.log_rollout"),
     *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
 )
+# slime derives the schedule's length from --num-rollout, and Megatron refuses a checkpoint with another length.
+RESUMED_SCHEDULE = "--override-opt_param-scheduler"
 # For versions of slime that find groups by their position in the batch.
 NORMALIZE_FLAGS = ("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards")
 # slime's name of each setting of our loop; another value after -- is refused.
@@ -204,6 +206,7 @@ def loop_flags(
         "--advantage-estimator": "grpo",
     }
     flags = [word for name, value in values.items() for word in (name, str(value))]
+    flags.append(RESUMED_SCHEDULE)
     if engines:
         flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)]
     else:

@@ -43,6 +43,9 @@ _SMALL_PARAMETERS = 10_000_000
 _CONTROL_TIMEOUT_S = 120.0
 # SGLang's own bound on a health check that generates.
 _HEALTH_TIMEOUT_S = 20.0
+# SGLang's other ways of an update, and slime's
+_OTHER_WEIGHTS = ("init_weights_update_group", "update_weights_from_distributed", "update_weights_from_tensor")
+_OTHER_WEIGHTS += ("pull_weights",)
 
 
 class _PauseBody(BaseModel):
@@ -94,6 +97,7 @@ class EmbeddedServer:
                 web.post("/continue_generation", self._continue),
                 web.post("/abort_request", self._abort),
                 web.post("/update_weights_from_disk", self._update_weights),
+                *(web.post(f"/{name}", self._refuse_weights) for name in _OTHER_WEIGHTS),
                 *(web.get(path, self._say(about)) for path, about in INFORMATION.items()),
                 web.get("/health", self._health),
                 web.get("/health_generate", self._health_generate),
@@ -280,6 +284,10 @@ class EmbeddedServer:
             self._model_path = body.model_path
             message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
         return json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def _refuse_weights(self, http: web.Request) -> web.Response:
+        fix = "give slime --update-weight-mode full --update-weight-transport disk"
+        raise BadRequest(f"{http.path}: the embedded engine takes whole checkpoints from disk alone; {fix}.")
 
     # -- description and health --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ num_gpus="${NUM_GPUS:-$(nvidia-smi -L | wc -l)}"
 source "${MODEL_ARGS_FILE:-$SLIME_DIR/scripts/models/qwen3-0.6B.sh}"
 
 CKPT_ARGS=(--hf-checkpoint "$MODEL" --ref-load "$MODEL_TORCH_DIST" --load "$save" --save "$save" --save-interval 20)
+CKPT_ARGS+=(--override-opt_param-scheduler) # a resume with another --num-rollout has another schedule
 
 # slime's hooks. Tasks come from the agent's make_task(rng); with --prompt-data FILE.jsonl every line is a task.
 AGL_ARGS=(

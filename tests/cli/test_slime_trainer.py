@@ -31,6 +31,7 @@ def test_the_loops_settings_become_slimes_flags() -> None:
     assert flags[flags.index("--rollout-external-engine-addrs") + 1 :][:2] == ["10.0.0.1:30000", "10.0.0.2:30000"]
     assert (_value(flags, "--sglang-router-ip"), _value(flags, "--sglang-router-port")) == ("10.0.0.9", "3000")
     assert "--rollout-num-gpus" not in flags
+    assert "--override-opt_param-scheduler" in flags  # a resume has more steps than its checkpoint's schedule
     assert _value(flags, "--data-source-path") == "agl_slime.AGLDataSource"
     # under in-place pauses slime's default for evaluations is its own function
     assert _value(flags, "--eval-function-path") == "agl_slime.slime_hooks.generate_rollout"

@@ -131,6 +131,12 @@ async def test_each_of_many_updates_at_once_is_answered_with_its_own_version(cli
         assert answer["message"].endswith(f"Weight version: {version}.")
 
 
+@pytest.mark.parametrize("path", ["init_weights_update_group", "update_weights_from_distributed", "pull_weights"])
+async def test_weights_by_other_ways_than_disk_name_the_flag(client: Client, path: str) -> None:
+    answer = await client.post(f"/{path}", {"group_name": "slime"}, status=400)
+    assert answer["error"]["message"].endswith("--update-weight-mode full --update-weight-transport disk.")
+
+
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(client: Client, model: Any) -> None:
     version = (await client.get("/model_info"))["weight_version"]
     answer = await client.post(

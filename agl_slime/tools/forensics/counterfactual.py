@@ -36,6 +36,7 @@ from agl_slime.train.local.model import force_experts, load_model
 Scores = list[NDArray[np.float32]]
 
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+_PADDED_TO = 128  # Megatron's default, times the tensor-parallel ranks
 _NUCLEI = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 _TOP_KS = (10, 20, 40, 50, 100)
 _ROPE_THETAS, _ROPE_FACTORS = (10_000.0, 500_000.0, 1_000_000.0), (2.0, 4.0, 8.0)
@@ -138,11 +139,18 @@ class Counterfactuals:
             text = "the log-probs are of a nucleus with {} and not of the whole vocabulary"
             ways |= {("nucleus", text.format(f"top_p {p:g}")): (usual, p, -1) for p in _NUCLEI}
             ways |= {("nucleus", text.format(f"top_k {k}")): (usual, 1.0, k) for k in _TOP_KS}
-        scores: dict[tuple[str, str], Scores] = {way: [] for way in ways}
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        padding = {-vocabulary % (_PADDED_TO * ranks) for ranks in (1, 2, 4, 8)} - {0}
+        text = "the softmax includes {} rows of a padded vocabulary (Megatron's --make-vocab-size-divisible-by)"
+        padded = {("padded_vocabulary", text.format(rows)): rows for rows in sorted(padding)}
+        scores: dict[tuple[str, str], Scores] = {way: [] for way in (*ways, *padded)}
         for inputs in self._passes:
             logits, targets = self._logits(inputs), self._targets(inputs)
             for way, sampling in ways.items():
                 scores[way].append(_log_probs(logits, targets, *sampling))
+            for way, rows in padded.items():  # the rows are 0 when slime loads a checkpoint
+                with_rows = torch.nn.functional.pad(logits, (0, rows))
+                scores[way].append(_log_probs(with_rows, targets, usual, top_p, top_k))
         for (name, text), values in scores.items():
             yield Candidate(name, text, values)
         for step, neighbour in ((1, "the next"), (-1, "the last")):

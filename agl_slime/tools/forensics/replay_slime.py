@@ -170,7 +170,7 @@ class _Step:
         self.finite = _finite(batch)
         metrics, influences = {}, None
         if config.model is not None and self.finite:
-            trainer = self._trainer(self.settings())
+            trainer = self._trainer(self.settings(), batch)
             self.model_log_probs = trainer.score(batch)
             comparisons.append(self._compare("the checkpoint's log-probs", "log_probs", self.model_log_probs))
             lines = self.run.describe(self.step, self.rollouts if config.influences else ())
@@ -255,9 +255,8 @@ class _Step:
             return {}
         used = [place for place, sample in enumerate(batch[0]) if not sample.remove_sample]
         used_log_probs, kl_loss = [log_probs[place] for place in used], None
-        if flags.use_kl_loss and all(row.ref_log_probs is not None for row in self.rows):
-            reference = [row.ref_log_probs[row.mask] for row in self.rows if row.ref_log_probs is not None]
-            pairs = ((log_probs[place], reference[place]) for place in used)
+        if (reference := self._reference([not sample.remove_sample for sample in batch[0]])) is not None:
+            pairs = zip(used_log_probs, reference, strict=True)
             kl_loss = np.concatenate([approximate_kl(ours, theirs, flags.kl_loss_type) for ours, theirs in pairs])
         return step_figures(
             TrainBatch.from_samples(batch, rewards_normalization=False),
@@ -305,13 +304,29 @@ class _Step:
         settings = self.settings(**changes | ({} if config.loss is None else {"loss": config.loss}))
         metrics = {}
         if config.model is not None and _finite(batch):
-            metrics = self._trainer(settings).train(batch, iteration=config.step)
+            metrics = self._trainer(settings, batch).train(batch, iteration=config.step)
         return self.figures(batch, self.log_probs, settings) | _of_gradient(metrics)
 
-    def _trainer(self, settings: LocalTrainerSettings) -> LocalTrainer:
+    def _trainer(self, settings: LocalTrainerSettings, batch: list[list[Sample]]) -> LocalTrainer:
+        import torch
+
+        from agl_slime.train.local.loss import Reference
+
         assert self.config.model is not None
         options: dict[str, Any] = {"temperature": self.flags.rollout_temperature, "torch_threads": "auto"}
-        return trainer_class()(model_path=self.config.model, settings=settings, **options)
+        trainer = trainer_class()(model_path=self.config.model, settings=settings, **options)
+        reference = self._reference([not sample.remove_sample for sample in batch[0]])
+        if reference is not None:
+            log_probs, flags = torch.from_numpy(np.concatenate(reference)), self.flags
+            trainer.reference = Reference(log_probs=log_probs, coef=flags.kl_loss_coef, kind=flags.kl_loss_type)
+        return trainer
+
+    def _reference(self, use: Sequence[bool]) -> Arrays | None:
+        """The reference's log-probs under the mask, for a KL loss."""
+        if not self.flags.use_kl_loss or any(row.ref_log_probs is None for row in self.rows):
+            return None
+        pairs = zip(self.rows, use, strict=True)
+        return [row.ref_log_probs[row.mask] for row, used in pairs if used and row.ref_log_probs is not None]
 
     def _rule(self) -> RewardRule:
         recorded: list[float | None] = [None] * len(self.rewards)
@@ -411,7 +426,6 @@ class _Step:
             f"Not computed: {' '.join(flags.left_out)}.": bool(flags.left_out),
             "There are no ref_log_probs: the KL loss is not computed.": flags.use_kl_loss
             and any(row.ref_log_probs is None for row in self.rows),
-            "The gradient leaves the KL loss out.": flags.use_kl_loss and config.model is not None,
             f"{flags.custom_tis} is not called: its weights here are slime's vanilla_tis_function's.": flags.custom_tis,
             "TIS has no lower bound here (--tis-clip-low).": flags.off_policy == "tis" and flags.tis_clip_low > 0,
             _ON_POLICY: config.clip is not None and not flags.use_rollout_logprobs,
@@ -429,7 +443,8 @@ def _finite(batch: Sequence[Sequence[Sample]]) -> bool:
 
 def _of_gradient(metrics: Mapping[str, float]) -> dict[str, float]:
     """What only a model gives, of the local trainer's metrics."""
-    return {name: metrics[name] for name in ("train/grad_norm", "train/entropy") if name in metrics}
+    names = {"train/grad_norm": "train/grad_norm", "train/entropy": "train/entropy_loss"}  # ours, and slime's
+    return {theirs: metrics[ours] for ours, theirs in names.items() if ours in metrics}
 
 
 def _rollouts(step: DumpedStep) -> list[str]:

@@ -277,6 +277,17 @@ def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _missing("--load", args.load, args.training, "put it there on each node, or give --ref-load")
 
 
+def _vocabulary(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    """Rows of padding, which are zeros: slime's log-probs include them, and the engine's do not."""
+    size, divisor = args.vocab_size or 0, args.make_vocab_size_divisible_by or 128
+    ranks = args.tensor_model_parallel_size or 1
+    if rows := -size % (divisor * ranks):
+        what = f"Megatron pads the vocabulary of {size} by {rows} rows to a multiple of {divisor} x {ranks} ranks, and"
+        fit = size // ranks & -(size // ranks) if size % ranks == 0 else 0  # the largest power of two
+        fix = f"give --make-vocab-size-divisible-by {min(fit, 128)}" if fit else f"{ranks} ranks do not divide it"
+        yield _costs(f"{what} the trainer's log-probs are of these rows, too, unlike the engine's", fix)
+
+
 def _rewards(args: Arguments, rewards: frozenset[str]) -> Iterator[Finding]:
     kind = (args.rm_type or "").strip()
     if not rewards or args.custom_rm_path or args.rollout_function_path == OURS:
@@ -515,4 +526,5 @@ def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             yield _breaks(what, fix)
 
 
-_PARTS = _weights, _placement, _parallel, _batches, _lengths, _data, _hooks, _addresses, _storage, _modules
+_PARTS = _weights, _vocabulary, _placement, _parallel, _batches, _lengths, _data
+_PARTS += _hooks, _addresses, _storage, _modules

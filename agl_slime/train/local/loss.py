@@ -180,6 +180,15 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return d.expm1() - d
 
 
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, kind: str) -> Tensor:
+    """Schulman's k1, k2 or k3, by the names of slime's ``--kl-loss-type``; ``low_var_kl`` is k3 within 10. ``[N]``."""
+    difference = log_probs - reference_log_probs
+    if kind in ("k1", "k2"):
+        return difference if kind == "k1" else difference**2 / 2
+    k3 = kl_k3(log_probs, reference_log_probs)
+    return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
+
+
 def teacher_advantages(
     advantages: Tensor, log_probs: Tensor, teacher_log_probs: Tensor, *, coef: float
 ) -> tuple[Tensor, Tensor]:
@@ -223,6 +232,15 @@ def token_weights(
     return n_minibatches / (n_rollouts * rollout_mask_sums.clamp_min(1).to(torch.float32))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The KL term of a loss: the reference's log-probs ``[n_tokens]``, the term's coefficient, and its estimate."""
+
+    log_probs: Tensor
+    coef: float
+    kind: str = "k3"
+
+
 @dataclass
 class Objective:
     """The loss of a batch, one microbatch at a time, and its metrics. Tensors are ``[n_tokens]``: one entry per token
@@ -232,8 +250,7 @@ class Objective:
     old_log_probs: Tensor
     advantages: Tensor
     weights: Tensor
-    start_log_probs: Tensor | None = None
-    """Log-probs under the start policy, for ``kl_coef`` above 0."""
+    reference: Reference | None = None
     engine_log_probs: Tensor | None = None
     """The engine's log-probs at sampling; needed unless ``off_policy`` is "none"."""
     staleness: Tensor | None = None
@@ -277,9 +294,9 @@ class Objective:
             self._add("train/log_ratio_clamped", ((log_probs - old).abs() > MAX_LOG_RATIO).to(log_probs.dtype))
             self._add("train/kl", kl_k3(old, log_probs))  # the tokens were sampled from the old policy
             self._compare(index, log_probs if self.settings.old_log_probs == "engine" else old)
-        if self.start_log_probs is not None:
-            kl = kl_k3(log_probs, self.start_log_probs[index])
-            per_token = per_token + self.settings.kl_coef * kl
+        if (reference := self.reference) is not None:
+            kl = kl_estimate(log_probs, reference.log_probs[index], reference.kind)
+            per_token = per_token + reference.coef * kl
             self._add("train/reference_kl", kl.detach())
         return (self.weights[index] * per_token).sum()
 

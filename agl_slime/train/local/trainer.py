@@ -33,6 +33,7 @@ from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatche
 from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
 from agl_slime.train.local.loss import (
     Objective,
+    Reference,
     keep_nucleus,
     policy_loss,
     sequence_means,
@@ -140,6 +141,8 @@ class LocalTrainer:
         """Optimizer steps taken so far."""
         self.scores: TokenScores | None = None
         """The policy's first scores of the tokens of the last batch."""
+        self.reference: Reference | None = None
+        """A KL term to log-probs that are known, in place of the start model's."""
         self.on_progress: Callable[[float], None] | None = None
         """Called in the trainer's thread after each microbatch with the completed share of ``train``."""
         # in ids: a forward pass counts 1 per id, with a backward pass 3
@@ -304,9 +307,12 @@ class LocalTrainer:
                 max_tokens=self.settings.max_response,
             ),
         )
+        if (reference := self.reference) is not None:
+            objective.reference = replace(reference, log_probs=reference.log_probs.to(self._device))
         if self._start_model is not None:
             with lora.without_adapters(self.model) if self.settings.lora_rank else nullcontext():
-                objective.start_log_probs = self._score(self._start_model, everything, batch.n_tokens).log_probs
+                start = self._score(self._start_model, everything, batch.n_tokens).log_probs
+            objective.reference = Reference(log_probs=start, coef=self.settings.kl_coef)
         return objective
 
     def _step(
@@ -399,7 +405,7 @@ class LocalTrainer:
     def _cost(self, micro: MicroBatch) -> int:
         """Cost in forward passes; a backward pass adds two. Without an advantage and a KL term the gradient is 0, and
         there is none."""
-        return 3 if micro.has_advantage or self.settings.kl_coef or self._teacher_coef else 1
+        return 3 if micro.has_advantage or self.settings.kl_coef or self.reference or self._teacher_coef else 1
 
     def _progressed(self, ids: int) -> None:
         self._done += ids

@@ -161,6 +161,17 @@ def in_half_precision(bench: Bench, *, head_only: bool) -> Diagnosis:
     return bench.diagnosis(scores)
 
 
+def padded_vocabulary(bench: Bench) -> Diagnosis:
+    """460 ids padded to 512 by rows of zeros, as Megatron's."""
+    model, scores = bench.model(), []
+    with torch.no_grad():
+        for sample in bench.samples:
+            logits = model(torch.from_numpy(sample.ids)[None]).logits[0, sample.places - 1]
+            log_probs = torch.nn.functional.pad(logits, (0, 52)).log_softmax(-1)
+            scores.append(log_probs.gather(-1, torch.from_numpy(sample.ids[sample.places])[:, None])[:, 0].numpy())
+    return bench.diagnosis(scores)
+
+
 Fault = Callable[[Bench], Diagnosis]
 
 
@@ -191,6 +202,7 @@ def of_sampling(sampling: dict[str, Any], **conditions: Any) -> Fault:
 FAULTS: dict[str, Fault] = {
     "end_mark": of_ids(without_marks),
     "template": another_rendering,
+    "padded_vocabulary": padded_vocabulary,
     "stale_cache": of_weights(stale_cache),
     "nucleus": of_sampling({"top_p": 0.8, "nucleus": True}),
     "shift": lambda bench: bench.diagnosis([np.roll(values, 1) for values in bench.sampled()]),

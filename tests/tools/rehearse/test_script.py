@@ -507,6 +507,26 @@ def test_names_addresses_and_ports_of_a_script_agree(commands: tuple[str, ...], 
         assert text in finding
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "ranks", "divisor", "texts"),
+    [
+        (460, 1, None, ["of 460 by 52 rows", "give --make-vocab-size-divisible-by 4"]),
+        (151_936, 8, None, ["by 640 rows to a multiple of 128 x 8", "give --make-vocab-size-divisible-by 16"]),
+        (461, 2, 1, ["by 1 rows", "2 ranks do not divide it"]),
+        (460, 2, 2, []),
+        (151_936, 1, None, []),
+    ],
+)
+def test_rows_of_a_padded_vocabulary_are_named(vocabulary: int, ranks: int, divisor: int | None, texts: list[str]):
+    training = Played((Command(("python3", "train.py", "--lr", "1"), "/", {}),), 0, "").training
+    assert training is not None
+    sizes = {"vocab_size": vocabulary, "tensor_model_parallel_size": ranks, "make_vocab_size_divisible_by": divisor}
+    findings = check(Played((), 0, "", isolated=True), Parsed(args={**SOUND, **sizes}), training, ONE)
+    padded = [finding.text for finding in findings if "pads the vocabulary" in finding.text]
+    assert len(padded) == bool(texts)
+    assert all(text in padded[0] for text in texts)
+
+
 def test_a_file_that_the_script_makes_is_not_missing() -> None:
     make, train = ("python3", "-m", "make", "--output", "/d/x/rows.jsonl"), ("python3", "train.py", "--lr", "1")
     training = Played((Command(make, "/", {}), Command(train, "/", {})), 0, "").training

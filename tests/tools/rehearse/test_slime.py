@@ -17,7 +17,7 @@ from tests.tools.rehearse.test_script import needs_box, why_no_box
 SCRIPTS = ("qwen3-4B", "glm4-9B", "kimi-k2-Instruct", "qwen3-235B-A22B", "moonlight-16B-A3B", "qwen3-4B-base-sft")
 SMALL: dict[str, object] = dict.fromkeys(("actor-num-gpus-per-node", "num-gpus-per-node", "rollout-num-gpus"), 1)
 SMALL |= {"num-rollout": 9, "rollout-batch-size": 4, "n-samples-per-prompt": 2, "global-batch-size": 8}
-SMALL["rollout-max-response-len"] = 128
+SMALL |= {"rollout-max-response-len": 128, "make-vocab-size-divisible-by": 4}
 
 
 @pytest.mark.slime

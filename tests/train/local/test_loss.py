@@ -18,6 +18,7 @@ from agl_slime.data.normalize import overlong_penalty  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.train.local.loss import (  # noqa: E402
     Objective,
+    Reference,
     kl_k3,
     policy_loss,
     policy_terms,
@@ -109,10 +110,10 @@ def test_a_log_prob_far_from_the_engines_is_bounded_and_counted(
 ) -> None:
     log_probs = torch.tensor([old, -2.0])
     objective = Objective(
-        settings=LocalTrainerSettings(kl_coef=0.1, old_log_probs="recompute", off_policy=off_policy),  # type: ignore[arg-type]
+        settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy),  # type: ignore[arg-type]
         old_log_probs=log_probs,
         engine_log_probs=log_probs.flip(0),
-        start_log_probs=log_probs,
+        reference=Reference(log_probs=log_probs, coef=0.1),
         advantages=torch.tensor([advantage, 1.0]),
         weights=torch.tensor([0.5, 0.5]),
     )

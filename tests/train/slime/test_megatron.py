@@ -39,9 +39,9 @@ def test_three_steps_agree_with_the_engine_and_with_replay(tmp_path: Path):
     for step in range(STEPS):
         logged = dict(re.findall(r"'(train/\w+)': ([-\w.]+)", steps[step]))
         weights = tmp_path / "weights" / f"weight_v{step + 1:06d}"
-        again = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights)).again
+        computed = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights)).computed
         for name in ("train/loss", "train/grad_norm"):
-            assert again[name] == pytest.approx(float(logged[name]), abs=1e-5), name
+            assert computed[name] == pytest.approx(float(logged[name]), abs=1e-5), name
 
 
 def test_a_machine_with_a_gpu_is_refused():

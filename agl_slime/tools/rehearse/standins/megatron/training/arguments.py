@@ -36,6 +36,7 @@ def parse_args(
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--moe-layer-freq")
     parser.add_argument("--norm-epsilon", type=float, default=1e-5)
     parser.add_argument("--rotary-base", type=float, default=10000.0)
