@@ -217,7 +217,7 @@ def environment(resources: NamedResources) -> Iterator[None]:
 def read_result(result: Any) -> Any:
     """An agent's ``result`` as Agent Lightning takes it: a number as a float, ``None`` or a list of spans; rewards by
     name are emitted. Raises ``RewardError``."""
-    if result is None or isinstance(result, list):
+    if result is None or (isinstance(result, list) and all(hasattr(span, "attributes") for span in result)):
         return result
     if isinstance(result, Mapping):
         return emit_named(result, source="The agent", attributes={})

@@ -106,6 +106,7 @@ async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() 
         (lambda _: {"reward": "1.0"}, "bad_reward", "The agent['reward'] returned '1.0'"),
         (lambda _: {}, "bad_reward", "empty dict"),
         (lambda _: np.array([1.0, 2.0]), "bad_reward", "not one number"),
+        (lambda _: [0.5], "bad_reward", "The agent returned [0.5] of type list"),
     ],
 )
 async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: str, message: str) -> None:
