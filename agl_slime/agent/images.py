@@ -14,9 +14,9 @@ from agl_slime.errors import PromptError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import Image, ImageSettings, from_pil, images_in, read_image, read_uri
 
-_KINDS = frozenset(("image_url", "input_image", "image"))
+_KINDS = ("image_url", "input_image", "image")  # no sets: clients send lists and objects, too
 _FETCH_TIMEOUT_S = 20.0
-_SHOWS = frozenset(("user", "tool"))
+_SHOWS = ("user", "tool")
 _CONTENT = methodcaller("get", "content")
 Images = MutableMapping[str, Image]
 

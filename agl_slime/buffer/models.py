@@ -31,7 +31,8 @@ def _as_float(value: Any) -> Any:
 
 
 Whole = BeforeValidator(_whole)
-Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+# SQLite's JSON cuts texts at NUL
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00]*$")]
 Id = Name | Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1), Whole]
 Digits = Annotated[str, StringConstraints(pattern="^[1-9][0-9]{0,5}$")]
 

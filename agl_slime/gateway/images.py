@@ -11,7 +11,7 @@ from agl_slime.tokens.images import MARK, Image, ImageSettings
 
 _LISTS = ("messages", "input")
 _PARTS = ("content", "output")
-_SHOWS = frozenset((None, "user", "tool"))
+_SHOWS = (None, "user", "tool")
 
 
 async def marked_body(

@@ -59,6 +59,7 @@ REFUSED = [
     # no reader can use an item without messages: it would request the same item forever
     ("/buffer/write", b'{"instance_id": "a", "reward": 1, "extra_info": {}}', 400, "messages"),
     ("/buffer/write", b'{"instance_id": "a", "messages": "hello"}', 400, "messages"),
+    ("/buffer/write", b'{"uid": "a\\u0000b", "instance_id": "a", "messages": []}', 400, "uid is 'a\\x00b'"),
     ("/buffer/write", b'[{"instance_id": [], "messages": []}]', 400, "item 0: instance_id is []"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": "unheard"}', 404, "'unheard'"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": 3}', 400, "task_type is 3"),

@@ -153,6 +153,8 @@ def test_an_image_beyond_the_limits_is_a_400_that_names_the_limit() -> None:
 def test_images_in_wrong_places_and_texts_like_the_image_token_are_refused() -> None:
     with serve("Red.") as case:
         assert "'system' shows an image" in chat(case, {"role": "system", "content": [image(RED)]}, status=400)
+        assert "content has dict" in chat(case, user([{"type": {}}, image(RED)]), status=400)
+        assert "of role [] shows" in chat(case, {"role": [], "content": [image(RED)]}, status=400)
         messages = [user([text("?")]), assistant([image(RED)]), user([text("?")])]
         assert "'assistant' shows an image" in chat(case, *messages, status=400)
         error = chat(case, user([text("<image>"), image(RED)]), status=400)
