@@ -38,6 +38,7 @@ def embedded_engine_ahead() -> Iterator[None]:
 _ENGINE = [sys.executable, "-m", "agl_slime.engine"]
 # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
 _VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+_VARIABLES["AGL_SLIME_ENGINE_TOKEN"] = ""  # of an engine that others reach: clients of this one send none
 
 
 class EmbeddedEngine(ServerChild):

@@ -207,3 +207,8 @@ async def test_workers_of_a_plain_server_and_of_a_router() -> None:
 def test_malformed_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://"):
         SGLangClient(base_url=url)
+
+
+def test_url_with_a_password_beside_a_key_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^http://\*\*\*@h:1 has a user or password, and there is a key"):
+        SGLangClient(base_url="http://me:s3cret@h:1", settings=ClientSettings(api_key="k"))

@@ -88,6 +88,8 @@ class HttpTransport:
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
         self.shown_url = shown_url(self.base_url)
+        if settings.api_key and "@" in urlsplit(self.base_url).netloc:
+            raise ConfigError(f"{self.shown_url} has a user or password, and there is a key: a request has one of them")
         self.settings = settings
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()
