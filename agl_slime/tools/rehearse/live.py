@@ -157,7 +157,7 @@ def _run(command: list[str], env: Mapping[str, str], cwd: Path, log: Path, *, ti
         signal.signal(signal.SIGTERM, before)
     if code != 0:
         text = _COLOURS.sub("", log.read_text(errors="replace"))
-        last = ([line for line in text.splitlines() if "Error" in line] or ["see live.log"])[-1].strip()
+        last = (re.findall(".*(?:Error|Exception:).*", text) or ["see live.log"])[-1].strip()
         how = f"ended with code {code}"
         if code is None:
             how = "waits for an actor that did not start" if _NOT_STARTED in text else "did not end in time"

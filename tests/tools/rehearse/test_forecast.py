@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.tools.rehearse.checks import OURS, Arguments
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.tools.rehearse.checks import OURS, Arguments, Nodes
 from agl_slime.tools.rehearse.command import RehearseConfig, lines_of, rehearse
 from agl_slime.tools.rehearse.forecast import Shape, Speeds, compare, forecast
+from agl_slime.tools.rehearse.live import play_live
 from agl_slime.tools.rehearse.parsing import Parsed
 from agl_slime.tools.rehearse.script import Command, Played, Training
 from agl_slime.tools.rehearse.speeds import Size, speeds_of
@@ -137,3 +139,13 @@ def test_a_python_without_slime_ends_a_rehearsal_in_one_sentence(tmp_path: Path,
     config = RehearseConfig(script=tmp_path / "run.sh", without_sandbox=True)
     with pytest.raises(MissingDependencyError, match="No module named 'none_of_this'; give --python"):
         rehearse(config, (), slime_dir=tmp_path, tokenizer=tmp_path, scratch=tmp_path)
+
+
+def test_a_driver_that_fails_is_told_by_its_exception(tmp_path: Path):
+    (python := tmp_path / "python").write_text("#!/bin/sh\necho Exception: The node timed out.; echo; exit 1\n")
+    python.chmod(0o755)
+    training = Training("train.py", (), {}, str(tmp_path), False)
+    args = Arguments({"actor_num_gpus_per_node": 1}, training)
+    how = {"slime_dir": tmp_path, "python": str(python), "tokenizer": LOOKUP_POLICY, "scratch": tmp_path}
+    with pytest.raises(AglSlimeError, match=r"code 1 in the live rehearsal: Exception: The node timed out\.$"):
+        play_live(args, training, Nodes(1, 1), SPEEDS, EQUAL, steps=3, seconds=1.0, **how)
