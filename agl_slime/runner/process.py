@@ -13,6 +13,7 @@ from typing import Any
 
 from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.net import bypass_proxies
+from agl_slime.support.terminal import log_plainly
 from agl_slime.support.watch import call_named
 
 # Of the garbage collector's three generations.
@@ -23,12 +24,14 @@ _configured = False
 
 
 def configure_worker_process() -> None:
-    """Carry recordings into threads; collect garbage less often, unless the program has set thresholds, and never scan
-    imported modules. Called before other imports it saves a second of them. Without it, with 4,096 rollouts in flight,
-    full collections took 40 % of the CPU time and stopped the event loop for up to half a second, and freed nothing."""
+    """Log plain text; carry recordings into threads; collect garbage less often, unless the program has set thresholds,
+    and never scan imported modules. Called before other imports it saves a second of them. Without it, with 4,096
+    rollouts in flight, full collections took 40 % of the CPU time and stopped the event loop for up to half a second,
+    and freed nothing."""
     global _configured
     if not _configured:
         _configured = True
+        log_plainly()
         bypass_proxies()
         carry_recordings()
         gc.freeze()

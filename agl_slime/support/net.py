@@ -80,7 +80,8 @@ def bypass_proxies(*hosts: str) -> None:
 
 def shown_url(url: str) -> str:
     """``url`` without its password, its query, which may have a key, and a gateway's token, for messages and files."""
-    for secret in (r"(//)[^/?#]*(?=@)", r"((?:://|^)[^\s?#]*[?#])\S+", r"(://[^\s?#]*/k/)[^\s/?#]+"):
+    passwords = r"(//)[^/?#]*(?=@)", r"(//)\S*(?=@)", r"^(?!.*//)()\S*(?=@)"  # also of a malformed URL
+    for secret in (*passwords, r"((?:://|^)[^\s?#]*[?#])\S+", r"(://[^\s?#]*/k/)[^\s/?#]+"):
         url = re.sub(secret, r"\1***", url)
     return url
 

@@ -51,6 +51,21 @@ def print_plainly() -> None:
         logging.lastResort.setFormatter(Formatter())
 
 
+def log_plainly() -> None:
+    """Have the process's log handlers, slime's or Ray's, show this package's messages as plain text."""
+    for handler in (*logging.getLogger().handlers, logging.lastResort):
+        if handler is not None:
+            handler.addFilter(_made_plain)
+
+
+def _made_plain(record: logging.LogRecord) -> bool:
+    if record.name.startswith("agl_slime"):
+        record.msg, record.args = plain(record.getMessage()), ()
+        if record.exc_info:
+            record.exc_text = plain(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
 def log_to_stderr(level: int, form: str) -> None:
     """``logging.basicConfig`` for a server or a worker, whose messages are plain text."""
     handler = logging.StreamHandler()

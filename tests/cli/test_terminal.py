@@ -64,7 +64,7 @@ def test_no_way_to_print_lets_a_text_act_on_the_terminal(text: str) -> None:
 PROGRAM = r"""
 import logging, threading, warnings
 from agl_slime.cli.main import _configure_logging
-from agl_slime.support.terminal import PlainConsole, log_to_stderr, print_plainly
+from agl_slime.support.terminal import PlainConsole, log_plainly, log_to_stderr, print_plainly
 class Dies:
     def __del__(self): raise ValueError("\x1b[2J of an object")
 def fail(where): raise ValueError(f"\x1b[2J of a {where}")
@@ -76,6 +76,10 @@ for _ in range(2):
     except ValueError: logging.getLogger("agl_slime.x").exception("\x1b[2J of a message")
     logging.getLogger().handlers = []
     log_to_stderr(logging.WARNING, "%(message)s")
+logging.getLogger().handlers = [logging.StreamHandler(), logging.StreamHandler()]  # of others
+log_plainly()
+try: fail("cause")
+except ValueError: logging.getLogger("agl_slime.x").exception("%s", "\x1b[2J of a message")
 Dies()
 thread = threading.Thread(target=fail, args=("thread",)); thread.start(); thread.join()
 fail("program")
@@ -87,7 +91,7 @@ def test_a_process_logs_and_prints_warnings_and_exceptions_plainly() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     for what in ("n object", " warning", " message", " cause", " thread", " program"):
-        assert done.stderr.count(f"\\x1b[2J of a{what}") == 1 + (what in (" message", " cause")), done.stderr
+        assert done.stderr.count(f"\\x1b[2J of a{what}") == 1 + 3 * (what in (" message", " cause")), done.stderr
     assert without_effect(done.stderr)
 
 

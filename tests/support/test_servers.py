@@ -341,6 +341,11 @@ async def test_an_error_does_not_show_the_key_of_its_request() -> None:
     assert "SECRET" not in repr(raised.value) + str(raised.value)
     text = "What is this? See http://a/b c?d, and https://h/k/SECRET/v1?SECRET#SECRET or http://u:SECRET@h."
     assert shown_url(text) == "What is this? See http://a/b c?d, and https://h/k/***/v1?*** or http://***@h."
+    assert [*map(shown_url, ("u:S@h:1", "http://u:S/S?S#S@h", "a=m:7b@http://h"))] == [
+        "***@h:1",
+        "http://***@h",
+        "a=m:7b@http://h",
+    ]
 
 
 @pytest.mark.parametrize("port", [-1, 65_536])

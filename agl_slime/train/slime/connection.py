@@ -27,6 +27,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.support.files import scratch_directory
+from agl_slime.support.terminal import log_plainly
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.train.slime.args import PluginSettings
@@ -53,6 +54,7 @@ class Connection(Producer):
     ``stop``. ``tasks`` is ``None`` when another process enqueues rollouts."""
 
     def __init__(self, settings: PluginSettings) -> None:
+        log_plainly()  # failures of rollouts have texts of models
         self.settings = settings
         self.store: RemoteStore | BridgeStore
         self._runner: RunnerPool | None = None

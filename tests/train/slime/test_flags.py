@@ -49,7 +49,8 @@ def test_the_data_source_warns_once_with_all_names(caplog: pytest.LogCaptureFixt
     args = args_of(partial_rollout=True, rm_type="dapo", agl_tasks=str(tmp_path / "tasks.jsonl"))
     args.agl_agent = AGENT
     with caplog.at_level(logging.WARNING), AGLDataSource(args):
-        pass
+        logging.getLogger("agl_slime.x").warning("%s of a model", "\x1b[2J")
+    assert "\\x1b[2J of a model" in caplog.messages
     (text,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
     assert "--partial-rollout (no rollout is aborted at the end of a batch)" in text
     assert "--rm-type (the reward is the agent's)" in text
