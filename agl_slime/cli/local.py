@@ -39,7 +39,6 @@ from agl_slime.cli.wiring import (
 )
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
 from agl_slime.data.policy import zero_variance
-from agl_slime.data.results import instance_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.data.teacher import Teachers
 from agl_slime.engine.client.client import SGLangClient
@@ -387,8 +386,7 @@ class LocalSteps:
 
     def train(self, iteration: int) -> dict[str, float]:
         self.models.save_best()
-        # minibatches and the order of sums must not depend on which group ended first
-        groups = sorted(self.source.get_samples(self.batch_size), key=_draw_number)
+        groups = self.source.get_samples(self.batch_size)
         observed = None if self.observer is None else self.observer.begin(groups, iteration=iteration)
         self.trainer.on_progress = lambda share: self.reports.handle(
             events.TrainingProgressed(iteration=iteration, share=share)
@@ -407,12 +405,6 @@ class LocalSteps:
         self.reports.flush()  # after a kill the reports have every iteration of the checkpoint
         self.models.save_newest(self.checkpoints.save(state), iteration=state.iteration)
         self.models.save_best()
-
-
-def _draw_number(samples: Sequence[Sample]) -> int:
-    """The number of the group's task in the order of draw; 0 without one."""
-    number = instance_of(samples[0].metadata) or ""
-    return int(number) if number.isdecimal() else 0
 
 
 class _Observers:
