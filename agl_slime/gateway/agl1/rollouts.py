@@ -78,7 +78,7 @@ class Rollouts:
         self._feed = FinishedFeed()
         self._deleted: OrderedDict[str, None] = OrderedDict()
         self._dead_controllers: set[str] = set()
-        self._unsubscribe: Callable[[], None] = lambda: None
+        self._unsubscribe: Callable[[], object] = lambda: None
         self.unreadable = 0
         """Number of rollouts that listings left out because 1.0 has no form for them."""
 
