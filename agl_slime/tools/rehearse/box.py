@@ -85,9 +85,9 @@ class Box:
         places: Sequence[Path],
         needs: Iterable[str] = (),
         seconds: float,
-        look: Callable[[], str] = str,
+        check: Callable[[], str] = str,
     ) -> Ended:
-        """Run a command in the first of ``places`` to its end, or until ``look`` gives a reason to stop it. It can
+        """Run a command in the first of ``places`` to its end, or until ``check`` gives a reason to stop it. It can
         make files in ``places``; ``needs`` are texts that name the paths which it reads in directories of many
         entries."""
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:
@@ -103,31 +103,31 @@ class Box:
             until, why = time.monotonic() + seconds, ""
             with Child(command, name=command[0], env=env, **options) as child:
                 while (code := child.wait(_POLL_S)) is None and not why:
-                    why = look() or _over(child)
+                    why = check() or _over(child)
                     if not why and time.monotonic() > until:
                         why = f"it did not end within {seconds:g} s"
             size = os.fstat(output.fileno()).st_size
             if size >= _LIMITS["FSIZE"]:
                 why = f"it printed {_LIMITS['FSIZE'] >> 20} MiB"
-            last = os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
-            return Ended(code, why, last.replace("\0", ""))  # the command may have cut the file
+            tail = os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
+            return Ended(code, why, tail.replace("\0", ""))  # the command may have cut the file
 
-    def _mounts(self, more: Sequence[Path], needs: str) -> list[str]:
+    def _mounts(self, writable: Sequence[Path], needs: str) -> list[str]:
         """A disk whose files are read-only, with space for new ones beside them in the usual places."""
         temporary, words = {*map(Path, ("/tmp", "/var/tmp", tempfile.gettempdir()))}, list[str]()
-        places = {Path("/"), *temporary, Path.home(), *more, *(Path(place).parent for place in self._mapped)}
-        for place in sorted(places, key=lambda one: len(one.parts)):
-            entries = [one for one in _entries(place) if one.path not in ("/dev", "/proc", "/run")]
+        places = {Path("/"), *temporary, Path.home(), *writable, *(Path(place).parent for place in self._mapped)}
+        for place in sorted(places):
+            entries = [entry for entry in _entries(place) if entry.path not in ("/dev", "/proc", "/run")]
             if len(entries) > _MOUNTED and place in temporary:
-                entries = [one for one in entries if one.path in needs]
+                entries = [entry for entry in entries if entry.path in needs]
             if len(entries) > _MOUNTED:
                 continue
             words += ["--size", _DISK, "--tmpfs", str(place)]
-            for one in entries:
-                if one.is_symlink():
-                    words += ["--symlink", os.readlink(one.path), one.path]
-                elif one.is_file() or one.is_dir():  # no socket, pipe or device
-                    words += ["--ro-bind-try", one.path, one.path]
+            for entry in entries:
+                if entry.is_symlink():
+                    words += ["--symlink", os.readlink(entry.path), entry.path]
+                elif entry.is_file() or entry.is_dir():  # no socket, pipe or device
+                    words += ["--ro-bind-try", entry.path, entry.path]
         # else root would set the kernel's parameters there, without a capability
         words += ["--proc", "/proc", "--remount-ro", "/proc"]
         words += ["--dev", "/dev", "--size", _DISK, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
@@ -159,7 +159,7 @@ def _over(child: Child) -> str:
             return f"it started {len(children)} processes"
         if psutil.virtual_memory().available > _MEMORY:
             return ""
-        return "it took nearly all memory" if sum(one.memory_info().rss for one in children) > _MEMORY else ""
+        return "it took nearly all memory" if sum(process.memory_info().rss for process in children) > _MEMORY else ""
     except psutil.Error:  # one has just ended
         return ""
 

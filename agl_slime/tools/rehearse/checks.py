@@ -53,16 +53,16 @@ class Arguments:
     """slime's arguments by attribute; an absent one is ``None``."""
 
     def __init__(self, values: Mapping[str, Any], training: Training) -> None:
-        sets = [SimpleNamespace(**one) for one in values.get("eval_datasets") or ()]
+        sets = [SimpleNamespace(**dataset) for dataset in values.get("eval_datasets") or ()]
         self.values = {**values, "driver": Path(training.script).name, "eval_datasets": sets}
         self.training = training
 
     def __getattr__(self, name: str) -> Any:
         return self.values.get(name)
 
-    def path(self, given: str | Path | None) -> Path:
+    def path(self, script_path: str | Path | None) -> Path:
         """A path in the script's arguments, from the directory where the script starts training."""
-        return self.training.path(given or "")
+        return self.training.path(script_path or "")
 
     @property
     def actor_gpus(self) -> int:
@@ -101,15 +101,15 @@ def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> l
                 findings.append(_breaks(f"checks of {part.__name__.strip('_')} ended ({error})", fix))
         findings += [*_rewards(args, parsed.rewards)]
     order = ("breaks", "costs", "note")
-    return sorted(dict.fromkeys(findings), key=lambda one: order.index(one.level))
+    return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.level))
 
 
-def _breaks(what: str, fix: str) -> Finding:
-    return Finding("breaks", f"{what}: {fix}")
+def _breaks(problem: str, fix: str) -> Finding:
+    return Finding("breaks", f"{problem}: {fix}")
 
 
-def _costs(what: str, fix: str) -> Finding:
-    return Finding("costs", f"{what}: {fix}")
+def _costs(problem: str, fix: str) -> Finding:
+    return Finding("costs", f"{problem}: {fix}")
 
 
 def _flag(name: str) -> str:
@@ -130,14 +130,14 @@ def _count(nodes: int) -> str:
 def check_script(played: Played, training: Training | None, nodes: Nodes) -> Iterator[Finding]:
     """Findings about the commands around the training command."""
     last = " / ".join(played.output.splitlines()[-2:]) or "no output"
-    where = "before it started training" if training is None else "after the training command"
+    moment = "before it started training" if training is None else "after the training command"
     if played.code or played.why:
         ended = f"ended with code {played.code}" if not played.why else f"was stopped, as {played.why},"
-        kind = Finding("note", f"the script {ended} {where}, on the rehearsal's read-only disk: {last}")
-        yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {where}", last)
+        kind = Finding("note", f"the script {ended} {moment}, on the rehearsal's read-only disk: {last}")
+        yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {moment}", last)
     elif training is None:
         yield _breaks(
-            f"the script ended with code 0 {where}", f"give a script that runs python3 train.py (its output: {last})"
+            f"the script ended with code 0 {moment}", f"give a script that runs python3 train.py (its output: {last})"
         )
     for fault in dict.fromkeys(node.fault for node in played.ray_nodes if node.fault):
         yield Finding("breaks", fault)
@@ -154,12 +154,12 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
         yield Finding("breaks", fault)
     for name, value in training.env.items() if training.submitted else ():
         if (match := re.search(r"\$\{?([A-Za-z_]\w*)", value)) is not None:
-            what = f"the job gets {name}={value} literally, as the shell did not put {match[1]} in"
-            yield _breaks(what, "take the single quotes from around the JSON")
+            problem = f"the job gets {name}={value} literally, as the shell did not put {match[1]} in"
+            yield _breaks(problem, "take the single quotes from around the JSON")
     host = training.env.get("SLIME_HOST_IP", "")
     if nodes.count > 1 and _LOOPBACK.match(host):
-        what = f"SLIME_HOST_IP {host} is each node's loopback, on which slime's router and engines then listen"
-        yield _breaks(what, "leave it out, or set it to each node's address")
+        problem = f"SLIME_HOST_IP {host} is each node's loopback, on which slime's router and engines then listen"
+        yield _breaks(problem, "leave it out, or set it to each node's address")
     yield from _named(played, training)
 
 
@@ -168,8 +168,8 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     script = Path(training.working_dir or "", training.script)
     if str(script) not in DRIVERS and not training.path(script).is_file():
         near = nearest(script.name, DRIVERS)
-        where = "on this machine" if script.is_absolute() else f"in {training.cwd}"
-        yield _breaks(f"{script} does not exist {where}", _meant(near) or "give slime's train.py")
+        place = "on this machine" if script.is_absolute() else f"in {training.cwd}"
+        yield _breaks(f"{script} does not exist {place}", _meant(near) or "give slime's train.py")
     flags = {}
     for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
         flag, equals, value = word.partition("=")
@@ -190,7 +190,7 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     for name, port in ports.items():
         if not (port.isdecimal() and 0 < int(port) < 2**16):
             yield _breaks(f"{name} {port} is no port", "give a number from 1 to 65535")
-        elif same := [other for other in ports if other < name and ports[other] == port]:
+        elif same := [earlier for earlier in ports if earlier < name and ports[earlier] == port]:
             yield _breaks(f"{name} and {same[0]} have both port {port}", "give one of them another")
 
 
@@ -200,20 +200,21 @@ def _joined(played: Played, training: Training, head: RayNode) -> Iterator[Findi
         place = training.address.rpartition("//")[2].partition("/")[0]  # [::1]:8265, host:8265 or a host
         host, port = re.sub(r":\d+$", "", place), re.findall(r":(\d+)$", place)
         if port not in ([], [head.dashboard[1]]):
-            what = f"the job is submitted to port {port[0]} and Ray's dashboard has {head.dashboard[1]}"
-            yield _breaks(what, "give that one")
+            problem = f"the job is submitted to port {port[0]} and Ray's dashboard has {head.dashboard[1]}"
+            yield _breaks(problem, "give that one")
         elif _LOOPBACK.match(head.dashboard[0]) and not _LOOPBACK.match(host):
-            what = f"the job is submitted to {host} and Ray's dashboard listens on {head.dashboard[0]}"
-            yield _breaks(what, "give ray start --dashboard-host 0.0.0.0, or submit to http://127.0.0.1")
+            problem = f"the job is submitted to {host} and Ray's dashboard listens on {head.dashboard[0]}"
+            yield _breaks(problem, "give ray start --dashboard-host 0.0.0.0, or submit to http://127.0.0.1")
     for node in played.ray_nodes:
         host, _, port = (node.joins or "auto").rpartition(":")
         if node.head or node.fault or not host:
             continue
         reached = head.address in (None, host, "0.0.0.0") or _LOOPBACK.match(head.address or "")
         if not reached or port != head.port:
-            what = f"the node on {node.host or node.address or 'this machine'} joins {node.joins} and the head listens"
+            machine = node.host or node.address or "this machine"
             address = f"{host if reached else head.address}:{head.port}"
-            yield _breaks(f"{what} on {address}", f"give ray start --address={address}")
+            problem = f"the node on {machine} joins {node.joins} and the head listens on {address}"
+            yield _breaks(problem, f"give ray start --address={address}")
 
 
 def _ray(played: Played, nodes: Nodes) -> Iterator[Finding]:
@@ -222,8 +223,8 @@ def _ray(played: Played, nodes: Nodes) -> Iterator[Finding]:
         yield Finding("note", f"the script starts no Ray: it expects one that runs, on {_count(nodes.count)}")
     for node in started:
         if node.gpus is not None and node.gpus != nodes.gpus:
-            what = f"ray start {f'on {node.host}' if node.host else 'here'} announces {node.gpus} GPUs of {nodes.gpus}"
-            yield _costs(what, f"give --num-gpus {nodes.gpus}, or rehearse with --gpus-per-node {node.gpus}")
+            problem = f"ray start on {node.host or 'this machine'} announces {node.gpus} GPUs of {nodes.gpus}"
+            yield _costs(problem, f"give --num-gpus {nodes.gpus}, or rehearse with --gpus-per-node {node.gpus}")
     if nodes.count == 1 or not started:
         return
     if len(started) < nodes.count:
@@ -252,8 +253,8 @@ def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
         fix = _meant(parsed.near.get(name)) or "install it on each node, or put its directory into the job's PYTHONPATH"
         yield _breaks(f"{_flag(name)} {(parsed.args or {}).get(name)} cannot be imported ({why})", fix)
     for flag, near in parsed.ignored.items():
-        what = f"{flag} is read by no parser and has no effect, without a message of slime's"
-        yield _costs(what, _meant(near) or "take it out, or correct it")
+        problem = f"{flag} is read by no parser and has no effect, without a message of slime's"
+        yield _costs(problem, _meant(near) or "take it out, or correct it")
     names = setting_names()
     for name in parsed.args or ():
         if name.startswith("agl_") and name not in names:
@@ -282,10 +283,10 @@ def _vocabulary(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     size, divisor = args.vocab_size or 0, args.make_vocab_size_divisible_by or 128
     ranks = args.tensor_model_parallel_size or 1
     if rows := -size % (divisor * ranks):
-        what = f"Megatron pads the vocabulary of {size} by {rows} rows to a multiple of {divisor} x {ranks} ranks, and"
+        problem = f"Megatron pads the vocabulary of {size} by {rows} rows to a multiple of {divisor} x {ranks} ranks"
         fit = size // ranks & -(size // ranks) if size % ranks == 0 else 0  # the largest power of two
         fix = f"give --make-vocab-size-divisible-by {min(fit, 128)}" if fit else f"{ranks} ranks do not divide it"
-        yield _costs(f"{what} the trainer's log-probs are of these rows, too, unlike the engine's", fix)
+        yield _costs(f"{problem}, and the trainer's log-probs are of these rows, too, unlike the engine's", fix)
 
 
 def _rewards(args: Arguments, rewards: frozenset[str]) -> Iterator[Finding]:
@@ -303,17 +304,17 @@ def _placement(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     need, per_node, per_actor = args.gpus_needed, args.num_gpus_per_node or 8, args.actor_num_gpus_per_node or 0
     if need > nodes.total:
         apart = "" if args.colocate else f", {args.rollout_num_gpus or 0} to sample"
-        what = f"slime needs {need} GPUs ({args.actor_gpus} for training{apart}) and {_count(nodes.count)} with"
+        problem = f"slime needs {need} GPUs ({args.actor_gpus} for training{apart}) and {_count(nodes.count)} with"
         fix = "take more nodes, or lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
-        yield _breaks(f"{what} {nodes.gpus} GPUs have {nodes.total}, so that it waits for ever", fix)
+        yield _breaks(f"{problem} {nodes.gpus} GPUs have {nodes.total}, so that it waits for ever", fix)
     elif need < nodes.total:
         fix = "raise --rollout-num-gpus or --actor-num-nodes, or take fewer"
         yield _costs(f"slime uses {need} of {nodes.total} GPUs", fix)
     if per_actor > nodes.gpus:
         yield _breaks(f"--actor-num-gpus-per-node {per_actor} is more than a node has", f"give at most {nodes.gpus}")
     if per_node != nodes.gpus and need > 0:
-        what = f"slime numbers the GPUs of engines by --num-gpus-per-node {per_node} and nodes have {nodes.gpus}"
-        yield (_breaks if need > min(per_node, nodes.gpus) else _costs)(what, f"give {nodes.gpus}")
+        problem = f"slime numbers the GPUs of engines by --num-gpus-per-node {per_node} and nodes have {nodes.gpus}"
+        yield (_breaks if need > min(per_node, nodes.gpus) else _costs)(problem, f"give {nodes.gpus}")
     if args.asynchronous and args.colocate:
         yield _breaks("train_async.py refuses --colocate", "use train.py, or give --rollout-num-gpus N instead")
     rollout, engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine or 1
@@ -323,11 +324,11 @@ def _placement(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _breaks("without --colocate slime has no GPUs to sample on", "give --rollout-num-gpus N")
         return
     if rollout % engine:
-        what = f"--rollout-num-gpus {rollout} is no multiple of --rollout-num-gpus-per-engine {engine}"
-        yield _breaks(what, "change one of them")
+        problem = f"--rollout-num-gpus {rollout} is no multiple of --rollout-num-gpus-per-engine {engine}"
+        yield _breaks(problem, "change one of them")
     if max(engine, per_node) % min(engine, per_node):
-        what = f"engines of --rollout-num-gpus-per-engine {engine} do not fill nodes of {per_node} GPUs"
-        yield _breaks(what, "give a divisor or a multiple")
+        problem = f"engines of --rollout-num-gpus-per-engine {engine} do not fill nodes of {per_node} GPUs"
+        yield _breaks(problem, "give a divisor or a multiple")
 
 
 def _parallel(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -338,8 +339,8 @@ def _parallel(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         sizes = f"tensor {tp} x pipeline {pp} x context {cp} = {args.model_parallel}"
         yield _breaks(f"{world} training GPUs are no multiple of {sizes}", refuses)
     if tp > nodes.gpus:
-        what = f"--tensor-model-parallel-size {tp} spans nodes, so that each layer's all-reduce leaves NVLink"
-        yield _costs(what, f"give at most {nodes.gpus}")
+        problem = f"--tensor-model-parallel-size {tp} spans nodes, so that each layer's all-reduce leaves NVLink"
+        yield _costs(problem, f"give at most {nodes.gpus}")
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(args, name)
         if count and count % tp and (name == "num_attention_heads" or tp % count):
@@ -373,8 +374,8 @@ def _batches(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     if rollouts < step:
         yield _breaks(f"{product} is less than --global-batch-size {step}", f"slime asserts; give at most {rollouts}")
     elif rollouts % step:
-        what = f"{product} is no multiple of --global-batch-size {step}, so {rollouts % step} rollouts are dropped"
-        yield _breaks(what, "change one of them")
+        problem = f"{product} is no multiple of --global-batch-size {step}, so {rollouts % step} rollouts are dropped"
+        yield _breaks(problem, "change one of them")
     if args.actor_gpus % args.model_parallel == 0:
         ranks = args.actor_gpus // args.model_parallel
         micro = 1 if args.use_dynamic_batch_size else args.micro_batch_size or 1
@@ -382,23 +383,23 @@ def _batches(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             each = f"{ranks} data-parallel ranks" + (f" x --micro-batch-size {micro}" if micro > 1 else "")
             yield _breaks(f"--global-batch-size {step} is no multiple of {each}", "change one of them")
     if size == 1 and args.loss_type != "sft_loss" and args.advantage_estimator in ("grpo", "gspo", "cispo"):
-        what = f"--n-samples-per-prompt 1 gives every rollout of {args.advantage_estimator} the advantage 0"
-        yield _breaks(what, "give 2 or more")
+        problem = f"--n-samples-per-prompt 1 gives every rollout of {args.advantage_estimator} the advantage 0"
+        yield _breaks(problem, "give 2 or more")
 
 
 def _lengths(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     response, per_gpu, cp = args.rollout_max_response_len or 0, args.max_tokens_per_gpu, args.context_parallel_size or 1
     if args.use_dynamic_batch_size and per_gpu and response > per_gpu * cp:
         limit = f"--max-tokens-per-gpu {per_gpu}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
-        what = f"a response of {response} tokens is longer than {limit}, which its training then exceeds"
-        yield _costs(what, f"raise the latter, or lower --rollout-max-response-len to at most {per_gpu * cp}")
+        problem = f"a response of {response} tokens is longer than {limit}, which its training then exceeds"
+        yield _costs(problem, f"raise the latter, or lower --rollout-max-response-len to at most {per_gpu * cp}")
     context = _context_of(args)
     for name in ("rollout_max_response_len", "eval_max_response_len", "rollout_max_context_len"):
         if context and (value := getattr(args, name)) and value > context[0]:
             yield _breaks(f"{_flag(name)} {value} is more than {context[1]} {context[0]}", "lower it")
     if (window := args.rollout_max_context_len) and response >= window:
-        what = f"--rollout-max-response-len {response} leaves no prompt in --rollout-max-context-len {window}"
-        yield _costs(what, "lower the former")
+        problem = f"--rollout-max-response-len {response} leaves no prompt in --rollout-max-context-len {window}"
+        yield _costs(problem, "lower the former")
 
 
 def _context_of(args: Arguments) -> tuple[int, str] | None:
@@ -414,32 +415,32 @@ def _context_of(args: Arguments) -> tuple[int, str] | None:
 
 def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     sets = [("--prompt-data", args.prompt_data)]
-    sets += [(f"--eval-prompt-data {one.name}", one.path) for one in args.eval_datasets]
-    for flag, given in sets:
-        if not given:
+    sets += [(f"--eval-prompt-data {dataset.name}", dataset.path) for dataset in args.eval_datasets]
+    for flag, path in sets:
+        if not path:
             continue
-        if not args.path(split_slice(given)[0]).is_file():
-            yield _missing(flag, given, args.training, "put it where the rollout manager runs")
+        if not args.path(split_slice(path)[0]).is_file():
+            yield _missing(flag, path, args.training, "put it where the rollout manager runs")
             continue
         try:
-            rows = [row for _, row in read_rows(str(args.path(given)), flag=flag)]
+            rows = [row for _, row in read_rows(str(args.path(path)), flag=flag)]
         except ConfigError as error:
             yield Finding("breaks", str(error))
             continue
-        yield from _keys(args, f"{flag} {given}", rows)
+        yield from _keys(args, f"{flag} {path}", rows)
         if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):
-            what = f"{flag} has {len(rows)} rows, fewer than --rollout-batch-size {groups}"
-            yield _costs(f"{what}, so prompts repeat in a batch", "lower the latter")
+            problem = f"{flag} has {len(rows)} rows, fewer than --rollout-batch-size {groups}"
+            yield _costs(f"{problem}, so prompts repeat in a batch", "lower the latter")
 
 
-def _keys(args: Arguments, where: str, rows: list[Any]) -> Iterator[Finding]:
+def _keys(args: Arguments, source: str, rows: list[Any]) -> Iterator[Finding]:
     for name in ("input_key", "label_key"):
         key = getattr(args, name)
         if key == DEFAULT_INPUT_KEY and args.rollout_function_path == OURS:
             continue  # the agent's own build_prompt may read another one
         if key and (lacking := sum(key not in row for row in rows)):
-            what = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} rows of {where}"
-            yield _breaks(what, f"name one of the keys there ({', '.join(rows[0])})")
+            problem = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} rows of {source}"
+            yield _breaks(problem, f"name one of the keys there ({', '.join(rows[0])})")
 
 
 def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -451,8 +452,8 @@ def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             yield Finding("breaks", str(error))
     if args.rollout_function_path != OURS:
         if ours and "fully_async" not in args.rollout_function_path:
-            what = f"{args.rollout_function_path} aborts the requests of our agents after each batch"
-            yield _costs(what, f"give --rollout-function-path {OURS}")
+            problem = f"{args.rollout_function_path} aborts the requests of our agents after each batch"
+            yield _costs(problem, f"give --rollout-function-path {OURS}")
         return
     if args.eval_function_path != OURS and args.eval_interval is not None:
         yield _breaks(f"--eval-function-path is {args.eval_function_path}", f"give {OURS}, as for rollouts")
@@ -463,11 +464,11 @@ def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _costs(f"{_flag(flag.name)} has no effect under our rollout function, as {flag.why}", "take it out")
     limit, lag = args.agl_max_staleness, args.update_weights_interval or 1
     if limit is not None and args.asynchronous and limit < lag:
-        what = f"agl_max_staleness {limit} cannot be kept: train_async.py requests rollouts {lag} versions ahead"
-        yield _breaks(what, f"set {lag} or more")
+        problem = f"agl_max_staleness {limit} cannot be kept: train_async.py requests rollouts {lag} versions ahead"
+        yield _breaks(problem, f"set {lag} or more")
     if limit and args.colocate:
-        what = f"agl_max_staleness {limit} has no effect with --colocate, as engines are off while training runs"
-        yield _costs(what, "use separate GPUs, or leave it out")
+        problem = f"agl_max_staleness {limit} has no effect with --colocate, as engines are off while training runs"
+        yield _costs(problem, "use separate GPUs, or leave it out")
     if limit and not (args.use_tis or args.use_rollout_logprobs or args.custom_tis_function_path):
         yield _costs(f"agl_max_staleness {limit} trains on older weights' tokens uncorrected", "give --use-tis")
 
@@ -477,32 +478,32 @@ def _addresses(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         return
     for name in ("agl_store_url", "agl_llm_url", "agent_rollout_buffer_url", "sglang_router_ip"):
         if (value := getattr(args, name)) and _LOOPBACK.match(value):
-            where = f"is each node's loopback, and Ray may place the rollout manager on any of {nodes.count} nodes"
-            yield _breaks(f"{_flag(name)} {value} {where}", "give the address of its host")
+            problem = f"is each node's loopback, and Ray may place the rollout manager on any of {nodes.count} nodes"
+            yield _breaks(f"{_flag(name)} {value} {problem}", "give the address of its host")
     runners = args.agl_runners or ""
     store = args.agl_store_host or "127.0.0.1"
     if runners.startswith("ray:") and _LOOPBACK.match(store):
         fix = "set agl_store_host to an address of the manager's node, or to 0.0.0.0"
         yield _breaks(f"agl_runners {runners}: runners on other nodes cannot reach a store on {store}", fix)
     if runners == "controller" and args.agl_job_template and _LOOPBACK.match(args.agl_controller_host or "127.0.0.1"):
-        what = "agl_controller_host is a loopback address, which Kubernetes jobs cannot reach"
-        yield _breaks(what, "set an address, and AGL_KEY")
+        problem = "agl_controller_host is a loopback address, which Kubernetes jobs cannot reach"
+        yield _breaks(problem, "set an address, and AGL_KEY")
 
 
 def _storage(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     if nodes.count > 1 and args.update_weight_transport == "disk" and args.update_weight_disk_dir:
-        what = f"--update-weight-disk-dir {args.update_weight_disk_dir} has to be one file system on all nodes"
-        yield _costs(what, "use a shared one")
+        problem = f"--update-weight-disk-dir {args.update_weight_disk_dir} has to be one file system on all nodes"
+        yield _costs(problem, "use a shared one")
     if args.save and not args.save_interval:
-        what = f"--save {args.save} has no effect without --save-interval, so no checkpoint is written"
-        yield _costs(what, "give --save-interval N")
+        problem = f"--save {args.save} has no effect without --save-interval, so no checkpoint is written"
+        yield _costs(problem, "give --save-interval N")
     if args.use_rollout_routing_replay and args.num_layers and args.rollout_batch_size:
         samples = args.rollout_batch_size * (args.n_samples_per_prompt or 1)
         tokens = samples * (args.rollout_max_response_len or 0)
         size = tokens * args.num_layers * (args.moe_router_topk or 8) * 4 / 2**30  # 32-bit numbers of experts
-        where = "in the rollout manager's memory, and as much in Ray's object store"
+        memory = "in the rollout manager's memory, and as much in Ray's object store"
         fix = "keep that free, or lower --rollout-max-response-len"
-        yield _costs(f"routed experts of a batch take up to {size:.1f} GiB {where}", fix)
+        yield _costs(f"routed experts of a batch take up to {size:.1f} GiB {memory}", fix)
 
 
 def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -515,15 +516,10 @@ def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     names["agl_agent"] = args.agl_agent
     for name, value in names.items():
         module = re.split(r"[.:]", value or "")[0]
-        if (
-            module
-            and not module.startswith("/")
-            and training.path(f"{module}.py").is_file()
-            and training.cwd not in path
-        ):
-            what = f"{_flag(name)} {value} is importable only from {training.cwd}, where workers elsewhere do not start"
+        if module[:1] not in ("", "/") and training.path(f"{module}.py").is_file() and training.cwd not in path:
+            problem = f"{_flag(name)} {value} is importable only in {training.cwd}, where other workers do not start"
             fix = "put it on a shared disk and into the runtime environment's PYTHONPATH, or give working_dir"
-            yield _breaks(what, fix)
+            yield _breaks(problem, fix)
 
 
 _PARTS = _weights, _vocabulary, _placement, _parallel, _batches, _lengths, _data

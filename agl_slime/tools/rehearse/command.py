@@ -31,7 +31,7 @@ _MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 
 
-class MeasuredSpeeds(make_dataclass("Fields", [(one.name, float | None, None) for one in fields(Speeds)], frozen=True)):
+class MeasuredSpeeds(make_dataclass("Fields", [(key.name, float | None, None) for key in fields(Speeds)], frozen=True)):
     """Measured speeds, in place of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
     prefilled token, a training step, a token of its batch, a weight update, a handover of shared GPUs, and tools and
     reward of a rollout."""
@@ -111,9 +111,9 @@ def rehearse(
     live = None
     if config.live_steps:
         try:
-            how = {"seconds": config.live_seconds, "tokenizer": tokenizer, "python": str(config.python)}
-            how |= {"slime_dir": slime_dir, "scratch": scratch}
-            live = play_live(args, training, nodes, speeds, shape, steps=config.live_steps, **how)
+            options = {"seconds": config.live_seconds, "tokenizer": tokenizer, "python": str(config.python)}
+            options |= {"slime_dir": slime_dir, "scratch": scratch}
+            live = play_live(args, training, nodes, speeds, shape, steps=config.live_steps, **options)
         except ConfigError:
             raise
         except AglSlimeError as error:
@@ -127,33 +127,33 @@ def _measures(args: Arguments, config: RehearseConfig) -> tuple[Speeds, Shape]:
     if not (shape.groups > 0 < shape.size and shape.groups * shape.size * shape.engines <= _MOST):
         sizes = f"{shape.groups} x {shape.size} rollouts on {shape.engines} engines"
         raise ConfigError(f"{sizes} are none, or too many to simulate; correct the flags")
-    given = {name: value for name, value in asdict(config.speeds).items() if value is not None}
+    measured = {name: value for name, value in asdict(config.speeds).items() if value is not None}
     if (size := Size.from_args(args)) is not None:
-        return replace(speeds_of(args, size, config.card, shape), **given), shape
-    if "token_s" not in given:
+        return replace(speeds_of(args, size, config.card, shape), **measured), shape
+    if "token_s" not in measured:
         raise ConfigError("the flags have no model sizes; give --speeds.token-s and the others")
-    return Speeds(**given), shape
+    return Speeds(**measured), shape
 
 
 def lines_of(rehearsal: Rehearsal) -> list[str]:
     """The text for the terminal."""
     lines = []
     for level, title in _TITLES.items():
-        texts = [one.text for one in rehearsal.findings if one.level == level]
+        texts = [finding.text for finding in rehearsal.findings if finding.level == level]
         lines += [f"{title} ({len(texts)}):", *(f"  - {text}" for text in texts), ""] if texts else []
     if not rehearsal.findings:
         lines += ["No findings.", ""]
     if (shape := rehearsal.shape) is None:
         return lines
     driver = "train_async.py" if shape.asynchronous else "train.py"
-    how = f"{shape.groups} x {shape.size} rollouts of {shape.mean_tokens:,.0f} tokens on {shape.engines} engines"
-    lines.append(f"Forecast: {driver}, {how}{', GPUs shared with training' if shape.colocated else ''}")
+    sizes = f"{shape.groups} x {shape.size} rollouts of {shape.mean_tokens:,.0f} tokens on {shape.engines} engines"
+    lines.append(f"Forecast: {driver}, {sizes}{', GPUs shared with training' if shape.colocated else ''}")
     head = ("", "s/step", "trainer waits", "engines wait", "tokens lost", "prefilled again", "behind")
     lines.append("  {:<22}{:>8}{:>15}{:>14}{:>13}{:>17}{:>8}".format(*head))
-    for name, one in rehearsal.forecasts:
-        shares = (one.trainer_waits, one.engines_wait, one.lost_tokens, one.prefilled_again)
-        row = f"  {name:<22}{one.step_s:>8.1f}" + "{:>15.0%}{:>14.0%}{:>13.1%}{:>17.1%}".format(*shares)
-        lines.append(f"{row}{one.behind:>8.1f}")
+    for name, forecast in rehearsal.forecasts:
+        shares = (forecast.trainer_waits, forecast.engines_wait, forecast.lost_tokens, forecast.prefilled_again)
+        row = f"  {name:<22}{forecast.step_s:>8.1f}" + "{:>15.0%}{:>14.0%}{:>13.1%}{:>17.1%}".format(*shares)
+        lines.append(f"{row}{forecast.behind:>8.1f}")
     lines += ["", *_timeline(rehearsal.forecasts[0][1])]
     if (live := rehearsal.live) is not None:
         off = live.step_s / live.expected.step_s - 1
@@ -162,9 +162,9 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def _timeline(one: Forecast, width: int = 64) -> list[str]:
+def _timeline(forecast: Forecast, width: int = 64) -> list[str]:
     """The first steps as bars: ``.`` waits for rollouts, ``T`` trains, ``u`` updates weights."""
-    steps = one.steps[:4]
+    steps = forecast.steps[:4]
     scale, ended, bar = width / steps[-1].synced, 0.0, ""
     for step in steps:
         for until, mark in ((step.began, "."), (step.trained, "T"), (step.synced, "u")):
@@ -177,36 +177,36 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
     """The directory's files: ``rehearsal.txt``, ``findings.json``, ``forecasts.json``, ``live.json``, and the run's
     ``metrics.jsonl`` and ``summary.json``, which the report opens."""
     write_file(run.path / "rehearsal.txt", "\n".join(lines) + "\n")
-    write_file(run.path / "findings.json", dump([asdict(one) for one in rehearsal.findings], indent=2))
-    forecasts = {name: asdict(one) for name, one in rehearsal.forecasts}
+    write_file(run.path / "findings.json", dump([asdict(finding) for finding in rehearsal.findings], indent=2))
+    forecasts = {name: asdict(forecast) for name, forecast in rehearsal.forecasts}
     write_file(run.path / "forecasts.json", dump(forecasts, indent=2))
     if rehearsal.live is not None:
         write_file(run.path / "live.json", dump(asdict(rehearsal.live), indent=2))
     if rehearsal.shape is not None:
-        rows, before = [], 0.0
+        rows, ended = [], 0.0
         for number, step in enumerate(rehearsal.forecasts[0][1].steps):
-            seconds = step.synced - before
+            seconds = step.synced - ended
             row = {"iteration": number, names.ITERATION_S: seconds, names.TRAIN_S: step.trained - step.began}
-            row |= {names.TRAINER_WAITED: max(0.0, step.began - before) / seconds, names.STALENESS_MEAN: step.behind}
+            row |= {names.TRAINER_WAITED: max(0.0, step.began - ended) / seconds, names.STALENESS_MEAN: step.behind}
             row |= {names.TOKENS_PER_S: step.tokens / seconds, names.WEIGHTS_VERSION: number + 1}
             rows.append(row | {names.COUNT: rehearsal.shape.groups * rehearsal.shape.size})
-            before = step.synced
+            ended = step.synced
         write_file(run.metrics, b"".join(dump(row) for row in rows))
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
 
 
 def main(arguments: list[str]) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used, ``AglSlimeError`` where the script breaks."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:end])
     if min(config.nodes, config.gpus_per_node) < 1:
         raise ConfigError("--nodes and --gpus-per-node must be at least 1")
     if (slime_dir := config.slime_dir or os.environ.get("SLIME_DIR")) is None:
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
-        slime_dir, more = Path(slime_dir).resolve(), arguments[at + 1 :]
-        rehearsal = rehearse(config, more, slime_dir=slime_dir, tokenizer=LOOKUP_POLICY, scratch=scratch)
+        slime_dir, script_arguments = Path(slime_dir).resolve(), arguments[end + 1 :]
+        rehearsal = rehearse(config, script_arguments, slime_dir=slime_dir, tokenizer=LOOKUP_POLICY, scratch=scratch)
         settings = asdict(replace(config, slime_dir=slime_dir))
         run = open_run_dir(config.output_dir, agent=config.script.stem, settings=settings, overwrite=config.overwrite)
         lines = lines_of(rehearsal)

@@ -37,27 +37,27 @@ class Engine:
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """SGLang's answer to ``/generate``."""
-        most = (body.get("sampling_params") or {}).get("max_new_tokens") or self._shape.max_tokens
-        wanted = self._shape.length(self._rng)
+        limit = (body.get("sampling_params") or {}).get("max_new_tokens") or self._shape.max_tokens
+        length = self._shape.length(self._rng)
         number = next(self._numbers)
-        self._tokens[number] = min(wanted, most)
+        self._tokens[number] = min(length, limit)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._decoder.waiting.append((number, self._tokens[number]))
         self._wake()
         tokens = await answer
-        reason = "abort" if tokens < self._tokens.pop(number) else "length" if wanted > most else "stop"
+        reason = "abort" if tokens < self._tokens.pop(number) else "length" if length > limit else "stop"
         ids = [self._rng.choice(_VOCABULARY) for _ in range(tokens)]
         meta = {"id": str(number), "finish_reason": {"type": reason}, "weight_version": self.version}
         meta |= {"prompt_tokens": len(body.get("input_ids") or ()), "completion_tokens": tokens, "cached_tokens": 0}
-        meta["output_token_logprobs"] = [[-1.0, one, None] for one in ids]
+        meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
         return {"text": "".join(map(chr, ids)), "output_ids": ids, "meta_info": meta}
 
     def abort(self) -> None:
         """End all requests, with the tokens that they have."""
         self._decoder.move(self._now)
         for number, answer in [*self._answers.items()]:
-            left = self._decoder.drop({number})
-            self._finish(number, max(0, self._tokens[number] - max(left, 1)), answer)
+            unsampled = self._decoder.drop({number})
+            self._finish(number, max(0, self._tokens[number] - max(unsampled, 1)), answer)
         self._wake()
 
     def pause(self) -> None:
@@ -70,7 +70,7 @@ class Engine:
         self.version = str(body.get("weight_version") or self.version)
 
     def resume(self) -> None:
-        self._decoder.resume(self._now, again=False)
+        self._decoder.resume(self._now, prefill=False)
         self._wake()
 
     @property
@@ -87,8 +87,8 @@ class Engine:
             decoder.move(self._now)
         if self._timer is not None:
             self._timer.cancel()
-        if (at := decoder.next_end()) < math.inf:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - self._now), self._wake)
+        if (next_end := decoder.next_end()) < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, next_end - self._now), self._wake)
 
     def _finish(self, number: int, tokens: int, answer: asyncio.Future[int]) -> None:
         del self._answers[number]

@@ -107,7 +107,7 @@ class Decoder:
         self._speeds, self._slots, self._prompt = speeds, shape.slots, shape.prompt_tokens
         self.running: list[tuple[float, int, int]] = []  # value of ``done`` at its end, rollout, its tokens
         self.waiting: deque[tuple[int, int]] = deque()  # rollout, its tokens
-        self.done = self.at = self.idle_s = 0.0
+        self.done = self.time = self.idle_s = 0.0
         self.stopped = False
 
     @property
@@ -120,21 +120,21 @@ class Decoder:
 
     def move(self, now: float) -> None:
         """Decode up to ``now``, and take up waiting sequences."""
-        if now > self.at:
+        if now > self.time:
             if not self.running:
-                self.idle_s += now - self.at
+                self.idle_s += now - self.time
             elif not self.stopped:
-                self.done += (now - self.at) / self.pace
-            self.at = now
+                self.done += (now - self.time) / self.pace
+            self.time = now
         while self.waiting and len(self.running) < self._slots and not self.stopped:
             rollout, tokens = self.waiting.popleft()
             heapq.heappush(self.running, (self.done + tokens, rollout, tokens))
-            self.at += self._prompt * self._speeds.prefill_token_s
+            self.time += self._prompt * self._speeds.prefill_token_s
 
     def next_end(self) -> float:
         if not self.running or self.stopped:
             return math.inf
-        return self.at + max(0.0, self.running[0][0] - self.done) * self.pace
+        return self.time + max(0.0, self.running[0][0] - self.done) * self.pace
 
     def pop(self) -> int:
         """Remove the sequence that has ended; returns its rollout."""
@@ -142,22 +142,22 @@ class Decoder:
         self.done = max(self.done, end)  # without rounding errors
         return rollout
 
-    def resume(self, now: float, *, again: bool) -> int:
-        """Go on after a weight update; returns the tokens that are prefilled ``again``."""
-        self.at, self.stopped = max(now, self.at), False
-        tokens = sum(round(tokens - (end - self.done)) for end, _, tokens in self.running) if again else 0
-        self.at += tokens * self._speeds.prefill_token_s
+    def resume(self, now: float, *, prefill: bool) -> int:
+        """Resume after a weight update; returns the number of tokens that are prefilled again."""
+        self.time, self.stopped = max(now, self.time), False
+        tokens = sum(round(tokens - (end - self.done)) for end, _, tokens in self.running) if prefill else 0
+        self.time += tokens * self._speeds.prefill_token_s
         self.move(now)
         return tokens
 
     def drop(self, rollouts: set[int]) -> int:
         """Abort these; returns their tokens that are not sampled yet."""
-        left = sum(round(end - self.done) for end, one, _ in self.running if one in rollouts)
-        left += sum(tokens for one, tokens in self.waiting if one in rollouts)
-        self.running = [one for one in self.running if one[1] not in rollouts]
+        unsampled = sum(round(end - self.done) for end, rollout, _ in self.running if rollout in rollouts)
+        unsampled += sum(tokens for rollout, tokens in self.waiting if rollout in rollouts)
+        self.running = [sequence for sequence in self.running if sequence[1] not in rollouts]
         heapq.heapify(self.running)
-        self.waiting = deque(one for one in self.waiting if one[0] not in rollouts)
-        return left
+        self.waiting = deque(sequence for sequence in self.waiting if sequence[0] not in rollouts)
+        return unsampled
 
 
 class _Run:
@@ -169,11 +169,11 @@ class _Run:
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         limit = shape.max_staleness if shape.max_staleness is not None else int(shape.asynchronous)
         self.admission = Admission(batch_size=shape.groups, max_staleness=limit, last_step=steps)
-        self.left: dict[int, set[int]] = {}  # unfinished rollouts of each group
+        self.unfinished: dict[int, set[int]] = {}  # rollouts of each group
         self.tokens: dict[int, int] = {}  # of each group that was not trained on
         self.group_of: dict[int, int] = {}
         self.spare: set[int] = set()  # groups beyond the batch
-        self.sampled = self.lost = self.again = 0
+        self.sampled = self.lost = self.prefilled = 0
         self.requests = 0
         self.requested = self.training = self.updating = False
         self.batch: list[int] | None = None
@@ -185,46 +185,46 @@ class _Run:
     # -- rollouts
 
     def admit(self) -> None:
-        n, more = self.admission.free, 0
+        n, spares = self.admission.free, 0
         if self.shape.max_staleness is None:  # one batch, when slime requests it
             fresh = self.requested and not (self.admission.in_flight or self.admission.available)
             n = min(n, self.shape.groups) if fresh else 0
-            more = max(0, (self.shape.oversampled or 0) - self.shape.groups) if n else 0
-        for place in range(n + more):
+            spares = max(0, (self.shape.oversampled or 0) - self.shape.groups) if n else 0
+        for place in range(n + spares):
             group = next(self.numbers)
             if place < n:
                 self.admission.admit(group)
             else:
                 self.spare.add(group)
             lengths = {next(self.numbers): self.shape.length(self.rng) for _ in range(self.shape.size)}
-            self.left[group], self.tokens[group] = {*lengths}, sum(lengths.values())
+            self.unfinished[group], self.tokens[group] = {*lengths}, sum(lengths.values())
             for rollout, tokens in lengths.items():
                 self.group_of[rollout] = group
-                engine = min(self.engines, key=lambda one: one.load)
+                engine = min(self.engines, key=lambda engine: engine.load)
                 engine.waiting.append((rollout, tokens))
                 engine.move(self.now)
 
     def end(self, rollout: int) -> None:
         group = self.group_of.pop(rollout)
-        if group not in self.left:  # it was dropped
+        if group not in self.unfinished:  # it was dropped
             return
-        self.left[group].discard(rollout)
-        if self.left[group]:
+        self.unfinished[group].discard(rollout)
+        if self.unfinished[group]:
             return
         if group in self.spare:  # it takes the place of one that is not finished
-            late = max((one for one in self.left if self.left[one] and one not in self.spare), default=None)
+            late = max(filter(self.unfinished.get, self.unfinished.keys() - self.spare), default=None)
             if late is None:
                 return
             self.spare ^= {group, late}
             self.admission.replace(late)
             self.admission.admit(group)
-        del self.left[group]
+        del self.unfinished[group]
         self.admission.end(group)
 
     def drop_spare(self) -> None:
-        rollouts = {rollout for group in self.spare for rollout in self.left.pop(group)}
-        left = sum(engine.drop(rollouts) for engine in self.engines)
-        dropped = sum(self.tokens.pop(group) for group in self.spare) - left
+        rollouts = {rollout for group in self.spare for rollout in self.unfinished.pop(group)}
+        unsampled = sum(engine.drop(rollouts) for engine in self.engines)
+        dropped = sum(self.tokens.pop(group) for group in self.spare) - unsampled
         self.lost, self.sampled = self.lost + dropped, self.sampled + dropped
         self.spare.clear()
 
@@ -243,7 +243,7 @@ class _Run:
     def train(self) -> None:
         if self.batch is None or self.training or self.updating:
             return
-        behind = fmean(self.admission.step - at for at in self.admission.batch.values())
+        behind = fmean(self.admission.step - step for step in self.admission.batch.values())
         tokens = sum(self.tokens.pop(group) for group in self.batch)
         self.batch, self.training = None, True
         self.sampled += tokens
@@ -272,7 +272,7 @@ class _Run:
         self.admission.advance(len(self.finished))
         for engine in self.engines:
             engine.move(self.now)
-            self.again += engine.resume(self.now, again=self.shape.resumes)
+            self.prefilled += engine.resume(self.now, prefill=self.shape.resumes)
         if not self.shape.asynchronous:
             self.request()
 
@@ -285,16 +285,16 @@ class _Run:
             self.admit()
             self.update()
             engine = min(self.engines, key=Decoder.next_end)
-            if (at := engine.next_end()) <= (self.timers[0][0] if self.timers else math.inf) and at < math.inf:
-                self.now = at
-                engine.move(at)
+            if (end := engine.next_end()) <= (self.timers[0][0] if self.timers else math.inf) and end < math.inf:
+                self.now = end
+                engine.move(end)
                 rollout = engine.pop()
-                engine.move(at)
+                engine.move(end)
                 self.later(self.speeds.agent_s, lambda rollout=rollout: self.end(rollout))
             elif not self.timers:
                 limit = f"agl_max_staleness {self.shape.max_staleness}"
-                what = "train_async.py waits for rollouts that it may not sample yet"
-                raise ConfigError(f"{limit}: {what}; set 1 or more")
+                problem = "train_async.py waits for rollouts that it may not sample yet"
+                raise ConfigError(f"{limit}: {problem}; set 1 or more")
             else:
                 self.now, _, do = heapq.heappop(self.timers)
                 do()
@@ -313,7 +313,7 @@ class _Run:
             trainer_waits=1 - busy / span,
             engines_wait=fmean(engine.idle_s for engine in self.engines) / max(self.now, 1e-9),
             lost_tokens=self.lost / total,
-            prefilled_again=self.again / total,
+            prefilled_again=self.prefilled / total,
             behind=fmean(step.behind for step in half),
         )
 
@@ -331,6 +331,6 @@ def compare(speeds: Speeds, shape: Shape, *, steps: int = 12) -> list[tuple[str,
         for limit in (1, 2, 4):
             ours = replace(shape, max_staleness=limit, resumes=True, oversampled=None)
             changes += [(f"agl_max_staleness {limit}", ours)] if limit != shape.max_staleness else []
-        more = {round(shape.engines * factor) for factor in (1.5, 2)} - {shape.engines}
-        changes += [(f"{engines} engines", replace(shape, engines=engines)) for engines in sorted(more)]
-    return [(name, forecast(speeds, one, steps=steps)) for name, one in changes]
+        engine_counts = {round(shape.engines * factor) for factor in (1.5, 2)} - {shape.engines}
+        changes += [(f"{engines} engines", replace(shape, engines=engines)) for engines in sorted(engine_counts)]
+    return [(name, forecast(speeds, changed, steps=steps)) for name, changed in changes]

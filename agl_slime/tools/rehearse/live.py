@@ -86,7 +86,7 @@ def play_live(
     timeout_s = 300 + 20 * seconds
     _run([python, str(_PROGRAM)], env | script, args.path(""), scratch / "live.log", timeout_s=timeout_s)
     records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
-    synced = [one["ended"] for one in records if one["event"] == "update"][1:]  # without the first, before any rollout
+    synced = [row["ended"] for row in records if row["event"] == "update"][1:]  # without the first, before any rollout
     if len(synced) < min(steps, 3):
         raise AglSlimeError(f"the live rehearsal made {len(synced)} of {steps} steps; its log is live.log")
     expected = forecast(live_speeds, live_shape, steps=steps)
@@ -109,22 +109,22 @@ def _check_memory(args: Arguments, nodes: Nodes) -> None:
 def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokenizer: Path, scratch: Path) -> list[str]:
     """The script's flags; those given last count: a model and tasks of its own where they are missing here."""
     flags = [flag for flag in training.flags if flag not in _ALONE]
-    given = {"num-rollout": steps, "rollout-max-response-len": shape.max_tokens, "save": scratch / "saved"}
-    given |= {"save-interval": 10**6, "num-gpus-per-node": args.num_gpus_per_node}
+    overrides = {"num-rollout": steps, "rollout-max-response-len": shape.max_tokens, "save": scratch / "saved"}
+    overrides |= {"save-interval": 10**6, "num-gpus-per-node": args.num_gpus_per_node}
     if args.eval_interval is not None:
-        given |= {"eval-interval": 10**6} if args.eval_datasets else {}  # else --custom-config-path gives it
+        overrides |= {"eval-interval": 10**6} if args.eval_datasets else {}  # else --custom-config-path gives it
         flags.append("--skip-eval-before-train")
     if not args.hf_checkpoint or not args.path(args.hf_checkpoint).is_dir():
-        given["hf-checkpoint"] = _model(args, tokenizer, scratch)
+        overrides["hf-checkpoint"] = _model(args, tokenizer, scratch)
     if not args.ref_load or not args.path(args.ref_load).is_dir():
-        given["ref-load"] = scratch
+        overrides["ref-load"] = scratch
     if args.prompt_data and not args.path(split_slice(args.prompt_data)[0]).is_file():
-        given["prompt-data"] = _tasks(args, scratch)
+        overrides["prompt-data"] = _tasks(args, scratch)
     if args.update_weight_disk_dir:
-        given["update-weight-disk-dir"] = scratch / "weights"
+        overrides["update-weight-disk-dir"] = scratch / "weights"
     if args.colocate or args.offload_train:
         flags.append("--no-offload-train")  # which needs a library for GPUs
-    return [*flags, *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
+    return [*flags, *(part for name, value in overrides.items() for part in (f"--{name}", str(value)))]
 
 
 def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
@@ -149,19 +149,19 @@ def _tasks(args: Arguments, scratch: Path) -> Path:
 
 def _run(command: list[str], env: Mapping[str, str], cwd: Path, log: Path, *, timeout_s: float) -> None:
     child = Child(command, name="slime's driver", env=env, log=log, cwd=cwd)  # Ray's daemons are in its group
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the group would outlive this process
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the group would outlive this process
     try:
         with child:
             code = _ended(child, log, time.monotonic() + timeout_s)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
     if code != 0:
         text = _COLOURS.sub("", log.read_text(errors="replace"))
         last = (re.findall(".*(?:Error|Exception:).*", text) or ["see live.log"])[-1].strip()
-        how = f"ended with code {code}"
+        ending = f"ended with code {code}"
         if code is None:
-            how = "waits for an actor that did not start" if _NOT_STARTED in text else "did not end in time"
-        raise AglSlimeError(f"slime's driver {how} in the live rehearsal: {last}")
+            ending = "waits for an actor that did not start" if _NOT_STARTED in text else "did not end in time"
+        raise AglSlimeError(f"slime's driver {ending} in the live rehearsal: {last}")
 
 
 def _ended(child: Child, log: Path, deadline: float) -> int | None:

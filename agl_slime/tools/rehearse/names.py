@@ -52,10 +52,10 @@ def unresolved_elsewhere(code: str, python: str) -> tuple[str, str] | None:
 
 def near_file(path: str | Path) -> str:
     """The nearest name in the directory of ``path``, with that directory, or ``""``."""
-    given = Path(path)
-    names = os.listdir(given.parent) if given.parent.is_dir() else []
-    near = nearest(given.name, names)
-    return str(given.parent / near) if near else ""
+    file = Path(path)
+    names = os.listdir(file.parent) if file.parent.is_dir() else []
+    near = nearest(file.name, names)
+    return str(file.parent / near) if near else ""
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = _CUTOFF) -> str:
@@ -81,14 +81,13 @@ def _near_in_file(source: str, name: str) -> str:
 
 def _near_code(code: str) -> str:
     """``code`` with each part that does not exist replaced by the nearest one beside it."""
-    first, *others = re.split(r"(?=[.:])", code)
     value: Any = None
     name = ""
-    for part in (first, *others):
-        outer, mark, wanted = value, part[: part[0] in ".:"], part.lstrip(".:")
+    for part in re.split(r"(?=[.:])", code):
+        outer, mark, attribute = value, part[: part[0] in ".:"], part.lstrip(".:")
         exists, value = _resolved(f"{name}{part}")
         if not exists:
-            near = nearest(wanted, _names(outer))
+            near = nearest(attribute, _names(outer))
             exists, value = _resolved(f"{name}{mark}{near}") if near else (False, None)
             part = f"{mark}{near}"
         if not exists:
@@ -104,11 +103,11 @@ def _resolved(code: str) -> tuple[bool, Any]:
         return False, None
 
 
-def _names(of: Any) -> set[str]:
+def _names(container: Any) -> set[str]:
     """The attributes and submodules of an object, or all modules for ``None``."""
-    if of is None:
+    if container is None:
         return {module.name for module in pkgutil.iter_modules()}
-    return {*dir(of), *(module.name for module in pkgutil.iter_modules(getattr(of, "__path__", ())))}
+    return {*dir(container), *(module.name for module in pkgutil.iter_modules(getattr(container, "__path__", ())))}
 
 
 if __name__ == "__main__":

@@ -51,17 +51,17 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     if not (slime_dir / "slime" / "utils" / "arguments.py").is_file():
         raise ConfigError(f"--slime-dir {slime_dir} is no checkout of slime: slime/utils/arguments.py is not there")
     ours = str(Path(__file__).parents[3])
-    given = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
+    python_path = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
     box = Box(scratch, sandbox=sandbox, mapped=training.mapped)
     request: dict[str, Any] = {"flags": training.flags, "launcher": training.launcher, "standins": str(STANDINS)}
     request |= {"slime": str(slime_dir.resolve()), "scratch": str(box.home)}
-    request["path"] = [str(Path(training.cwd, training.script).parent), *given, ours]
+    request["path"] = [str(Path(training.cwd, training.script).parent), *python_path, ours]
     request["settings"] = _settings({**os.environ, **training.env})
-    asked = box.write("parse.json", json.dumps(request))
+    request_file = box.write("parse.json", json.dumps(request))
     needs = [json.dumps(request), sys.prefix, ours]
     cwd = Path(training.cwd) if training.path(training.cwd).is_dir() else slime_dir
     ended = box.run(
-        [python, str(_PROGRAM), str(asked), str(box.home / "log")],
+        [python, str(_PROGRAM), str(request_file), str(box.home / "log")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         places=[cwd],
         needs=needs,
@@ -76,7 +76,7 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
         last = ended.why or (ended.output.strip().splitlines() or [f"code {ended.code}"])[-1]
         fix = "give --python that of an environment with slime's requirements (scripts/slime_cpu.sh makes one)"
         raise MissingDependencyError(f"slime's parser does not run in {python}: {last}; {fix}") from error
-    missing = {name: path for name, path in parsed.missing.items() if path not in training.there}
+    missing = {name: path for name, path in parsed.missing.items() if path not in training.files}
     rewards = slime_dir / "slime" / "rollout" / "rm_hub" / "__init__.py"
     return replace(
         parsed,
@@ -88,8 +88,8 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
 
 def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
     """Our settings that the environment gives, numbers as numbers."""
-    given = {name: environ.get(f"AGL_SLIME_{name.removeprefix('agl_').upper()}") for name in setting_names()}
-    return {name: int(value) if value.isdecimal() else value for name, value in given.items() if value}
+    settings = {name: environ.get(f"AGL_SLIME_{name.removeprefix('agl_').upper()}") for name in setting_names()}
+    return {name: int(value) if value.isdecimal() else value for name, value in settings.items() if value}
 
 
 def _ignored(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real: list[str]) -> dict[str, str]:
@@ -97,6 +97,6 @@ def _ignored(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real
     if not {"megatron.training", "sglang.srt"} <= {*real}:
         scripts = [path for suffix in ("sh", "py") for path in slime_dir.glob(f"*/**/*.{suffix}")]
         options = options | {flag for path in scripts for flag in _FLAG.findall(path.read_text(errors="replace"))}
-    given = dict.fromkeys(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
-    unread = [flag for flag in given if flag not in options]
+    names = dict.fromkeys(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
+    unread = [flag for flag in names if flag not in options]
     return {flag: nearest(flag, options, cutoff=0.85) for flag in unread}

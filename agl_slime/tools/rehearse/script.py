@@ -55,8 +55,8 @@ class Command:
     argv: tuple[str, ...]
     cwd: str
     env: Mapping[str, str]
-    there: tuple[str, ...] = ()
-    heard: str = ""
+    files: tuple[str, ...] = ()
+    stdin: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Played:
     @property
     def training(self) -> Training | None:
         """The training command: the last one of slime's scripts, or of the file whose name is nearest to theirs."""
-        given = [(_training(command, self.mapped), command) for command in self.commands]
-        trainings = [one for one, _ in given if one is not None]
+        candidates = [(_training(command, self.mapped), command) for command in self.commands]
+        trainings = [training for training, _ in candidates if training is not None]
         if not trainings:
             return None
-        names = [Path(one.script).name for one in trainings]
+        names = [Path(training.script).name for training in trainings]
         rank = max(range(len(names)), key=lambda n: (names[n] in DRIVERS, bool(nearest(names[n], DRIVERS)), n))
         made = {
             str(Path(command.cwd, word.rpartition("=")[2])): " ".join(command.argv)[:80]
-            for one, command in given
-            if one is not trainings[rank] and command.argv[0] not in _NOT_MADE
+            for training, command in candidates
+            if training is not trainings[rank] and command.argv[0] not in _NOT_MADE
             for word in command.argv[1:]
         }
         return replace(trainings[rank], made=made)
@@ -118,7 +118,7 @@ class Played:
 class Training:
     """A training script with its flags. ``env``: the variables that its process gets; ``submitted``: by ``ray job
     submit`` to ``address``, with ``working_dir`` shipped to every node; ``launcher``: a module that runs the script;
-    ``there``: files that the script has made; ``faults``: what Ray refuses."""
+    ``files``: files that the script has made; ``faults``: what Ray refuses."""
 
     script: str
     flags: tuple[str, ...]
@@ -128,7 +128,7 @@ class Training:
     working_dir: str | None = None
     address: str | None = None
     launcher: str = ""
-    there: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     mapped: Mapping[str, Path] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
@@ -137,12 +137,12 @@ class Training:
     def maker(self, path: str) -> str:
         """The command that may write ``path``, or ``""``."""
         whole = Path(self.cwd, path)
-        above = [str(one) for one in (whole, *whole.parents) if len(one.parts) > 2]
-        return next((self.made[one] for one in above if one in self.made), "")
+        candidates = [str(place) for place in (whole, *whole.parents) if len(place.parts) > 2]
+        return next((self.made[place] for place in candidates if place in self.made), "")
 
-    def path(self, given: str | Path) -> Path:
+    def path(self, script_path: str | Path) -> Path:
         """Where a path of the script is on this machine."""
-        path = Path(self.cwd, given)
+        path = Path(self.cwd, script_path)
         for place, source in self.mapped.items():
             if path.is_relative_to(place):
                 return source / path.relative_to(place)
@@ -188,8 +188,8 @@ def play(
 
     played = once()
     if played.training is None and "MASTER_ADDR" not in environ and "MASTER_ADDR" in text:
-        again = once(MASTER_ADDR="10.77.0.1")
-        played = replace(again, unset=played.unset) if again.training is not None else played
+        retried = once(MASTER_ADDR="10.77.0.1")
+        played = replace(retried, unset=played.unset) if retried.training is not None else played
     return played
 
 
@@ -206,27 +206,27 @@ def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]
     defined, counts = set[str](), Counter[tuple[str, ...]]()
     ours = _stubs(box, environ.get("PATH", os.defpath))
 
-    def look() -> str:
+    def read_log() -> str:
         for line in box.lines():
             try:
                 record = json.loads(line)
                 env = {name: _text(value) for name, value in record["env"].items() if environ.get(name) != value}
-                argv, there, words = ([*map(_text, record[name])] for name in ("argv", "there", "set"))
+                argv, files, words = ([*map(_text, record[name])] for name in ("argv", "files", "set"))
                 env = {name: value for name, value in env.items() if name not in {*ours, "SHLVL", "_", "PWD", "OLDPWD"}}
-                command = Command((argv[0], *argv[1:]), _text(record["cwd"]), env, tuple(there), _text(record["heard"]))
+                command = Command((argv[0], *argv[1:]), _text(record["cwd"]), env, tuple(files), _text(record["stdin"]))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 continue  # the script itself has written it
             commands.append(command)
             defined.update(words)
             counts[command.argv] += 1
-        most = max(counts, key=lambda one: (counts[one] >= _REPEATED, one[0] != "sleep", counts[one]), default=())
+        most = max(counts, key=lambda argv: (counts[argv] >= _REPEATED, argv[0] != "sleep", counts[argv]), default=())
         if counts[most] < _REPEATED:
             return ""
         return f"it has repeated `{' '.join(most)[:80]}` {counts[most]} times and waits for an answer that never comes"
 
-    places, needs = [Path.cwd(), Path(script[0]).parent], [text, sys.prefix]
-    ended = box.run(["bash", *script], env={**environ, **ours}, places=places, needs=needs, seconds=_SECONDS, look=look)
-    look()
+    command, places, needs = ["bash", *script], [Path.cwd(), Path(script[0]).parent], [text, sys.prefix]
+    ended = box.run(command, env={**environ, **ours}, places=places, needs=needs, seconds=_SECONDS, check=read_log)
+    read_log()
     words = [line for line in ended.output.splitlines() if line.strip()]
     played = Played(tuple(commands), ended.code, "\n".join(words[-5:]), isolated=box.sandbox, why=ended.why)
     unset = _unset_variables(text, environ, compared=played.training is None)
@@ -237,7 +237,7 @@ def _stubs(box: Box, path: str) -> dict[str, str]:
     """Write the stubs; the variables with which bash finds them. Functions come before a PATH that the script extends,
     and stand for absolute paths, too."""
     stub, stubs = box.write("stub.py", _STUB.read_text()), box.home / "stubs"
-    # set -x is not heard, and waiting takes no time, but bash's clock goes on
+    # set -x prints nothing, and sleep takes no time but advances bash's clock
     clock = 'case ${1-} in *[!0-9]* | "") ;; *) SECONDS=$((SECONDS + $1)) ;; esac'
     lines = ["exec {REHEARSE_TRACE}> /dev/null && BASH_XTRACEFD=$REHEARSE_TRACE"]
     for name in STUBBED:
@@ -274,9 +274,9 @@ def _ray_nodes(command: Command) -> Iterator[RayNode]:
     if command.argv[:2] == ("ray", "start"):
         yield _ray_node(command.argv[2:], command.env.get("SLURMD_NODENAME"))
     elif command.argv[0] in ("ssh", "pdsh"):
-        for part in re.split(r";|&&|\|\||\n", " ".join((*command.argv[1:], "\n", command.heard))):
-            if (at := part.find("ray start")) >= 0:
-                words, fault = _split(part[at:])
+        for part in re.split(r";|&&|\|\||\n", " ".join((*command.argv[1:], "\n", command.stdin))):
+            if (start := part.find("ray start")) >= 0:
+                words, fault = _split(part[start:])
                 yield from (replace(_ray_node(words[2:], host), fault=fault) for host in _hosts(command))
 
 
@@ -312,10 +312,10 @@ def _split(text: str) -> tuple[list[str], str]:
 def _flags(words: Sequence[str]) -> dict[str, str]:
     """``--name value`` and ``--name=value`` of a command line."""
     flags: dict[str, str] = {}
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else ""
+            following = words[index + 1] if index + 1 < len(words) and not words[index + 1].startswith("--") else ""
             flags[name] = value if equals else following
     return flags
 
@@ -327,13 +327,13 @@ def _training(command: Command, mapped: Mapping[str, Path]) -> Training | None:
     if command.argv[:3] == ("ray", "job", "submit"):
         if "--" not in words:
             return None
-        at = words.index("--")
-        flags = _flags(words[:at])
+        separator = words.index("--")
+        flags = _flags(words[:separator])
         runtime, faults = _runtime_env(flags)
         env |= runtime["env_vars"]
         working_dir = runtime.get("working_dir") or flags.get("--working-dir")
         address = flags.get("--address") or command.env.get("RAY_ADDRESS")
-        words, submitted = words[at + 1 :], True
+        words, submitted = words[separator + 1 :], True
         if len(words) == 1:
             words, fault = _split(words[0])
             faults += [fault] if fault else []
@@ -343,28 +343,28 @@ def _training(command: Command, mapped: Mapping[str, Path]) -> Training | None:
         name, *words = words or [""]
     if not Path(name).name.startswith("python"):
         return None
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py")]
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     if not scripts or any(word.startswith("--") for word in words[: scripts[0]]) or words[:1] == ["-c"]:
         return None
-    at = scripts[0]
-    launcher = words[words.index("-m") + 1] if "-m" in words[:at] else ""
-    if launcher and at != words.index("-m") + 2:
+    start = scripts[0]
+    launcher = words[words.index("-m") + 1] if "-m" in words[:start] else ""
+    if launcher and start != words.index("-m") + 2:
         return None  # a module's own argument
-    flags = tuple(words[at + 1 :])
-    more = {"address": address, "launcher": launcher, "there": command.there, "faults": tuple(faults), "mapped": mapped}
-    return Training(words[at], flags, env, command.cwd, submitted, str(working_dir) if working_dir else None, **more)
+    flags = tuple(words[start + 1 :])
+    job = {"address": address, "launcher": launcher, "files": command.files, "faults": tuple(faults), "mapped": mapped}
+    return Training(words[start], flags, env, command.cwd, submitted, str(working_dir) if working_dir else None, **job)
 
 
 def _runtime_env(flags: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The job's runtime environment, with ``env_vars`` of strings, and sentences on what Ray refuses of it."""
-    given = flags.get("--runtime-env-json") or "{}"
+    text = flags.get("--runtime-env-json") or "{}"
     try:
-        runtime: Any = json.loads(given)
+        runtime: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         runtime = str(error)
     env = (runtime.get("env_vars") or {}) if isinstance(runtime, dict) else None
     if isinstance(env, dict) and all(isinstance(value, str) for value in env.values()):
         return {**runtime, "env_vars": env}, []
     why = f"no JSON ({runtime})" if isinstance(runtime, str) else "no env_vars of names with texts"
-    fault = f'--runtime-env-json of ray job submit has {why}, as in {{"env_vars": {{"A": "1"}}}}: correct {given[:200]}'
+    fault = f'--runtime-env-json of ray job submit has {why}, as in {{"env_vars": {{"A": "1"}}}}: correct {text[:200]}'
     return {"env_vars": {n: str(v) for n, v in env.items()} if isinstance(env, dict) else {}}, [fault]

@@ -217,7 +217,7 @@ def test_what_a_script_makes_is_there_for_it_alone(tmp_path: Path, scratch: Path
     training = play(monkey, gpus=8, scratch=scratch).training
     assert training is not None
     assert training.flags[:2] == ("--num-layers", "28")
-    assert training.there == ("new.yaml",)
+    assert training.files == ("new.yaml",)
     assert sorted(os.listdir(tmp_path)) == ["model.sh", "run.sh", "scratch"]
 
 

@@ -45,8 +45,8 @@ class Sources:
     def put_on_path(self) -> None:
         """Make them importable here and in child processes, the stand-ins for what needs a GPU included."""
         first, last = [_MODULES, self.megatron, self.slime, Path(__file__).parents[4]], [STANDINS]
-        before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-        os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, first), *before, *map(str, last)])
+        inherited = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, first), *inherited, *map(str, last)])
         sys.path[:0], sys.path[len(sys.path) :] = [*map(str, first)], [*map(str, last)]
 
 

@@ -64,7 +64,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     if args is not None:
         answer["args"] = {name: value for name, value in args.items() if _plain(value)}
         datasets = args.get("eval_datasets") or ()
-        answer["args"]["eval_datasets"] = [vars(one) for one in datasets if _plain(vars(one))]
+        answer["args"]["eval_datasets"] = [vars(dataset) for dataset in datasets if _plain(vars(dataset))]
         answer["args"] = {**request["settings"], **answer["args"]}
         _resolve(answer["args"], answer)
     return answer
@@ -75,9 +75,9 @@ def _collect_options() -> set[str]:
     options: set[str] = set()
     parse = argparse.ArgumentParser.parse_known_args
 
-    def collecting(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:
+    def collecting(self: argparse.ArgumentParser, *arguments: Any, **named: Any) -> Any:
         options.update(self._option_string_actions)
-        return parse(self, *given, **named)
+        return parse(self, *arguments, **named)
 
     argparse.ArgumentParser.parse_known_args = collecting  # type: ignore[method-assign]
     return options
@@ -99,7 +99,7 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
     transformers.AutoConfig.from_pretrained = config  # type: ignore[method-assign, assignment]
     for name, function in [*vars(backend).items()]:
         if inspect.isfunction(function) and "hf_config" in inspect.signature(function).parameters:
-            skipped = lambda *given, check=function: None if standin in given else check(*given)  # noqa: E731
+            skipped = lambda *values, check=function: None if standin in values else check(*values)  # noqa: E731
             setattr(backend, name, skipped)
     validate = _collecting(arguments.slime_validate_args, answer["refused"])
 

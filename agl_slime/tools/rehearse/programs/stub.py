@@ -21,10 +21,10 @@ def main(name: str, arguments: list[str]) -> int:
     with open(f"{HERE}/settings.json") as file:
         settings = json.load(file)
     line = next((word for word in arguments if not word.startswith("-")), "")
-    heard = ""
+    stdin = ""
     if name == "ssh" and not {"-n", "-f"} & {*arguments}:  # it reads its standard input, as the real one does
-        heard = sys.stdin.buffer.read(2**16).decode(errors="replace")
-    record(name, arguments, heard)
+        stdin = sys.stdin.buffer.read(2**16).decode(errors="replace")
+    record(name, arguments, stdin)
     gpus, nodes = settings["gpus"], settings["nodes"]
     if name.startswith("python") and computes(arguments):
         return subprocess.run([settings["python"], *arguments]).returncode
@@ -47,11 +47,11 @@ def main(name: str, arguments: list[str]) -> int:
     return 0
 
 
-def record(name: str, arguments: list[str], heard: str) -> None:
+def record(name: str, arguments: list[str], stdin: str) -> None:
     env = {text(key): text(value) for key, value in os.environ.items()}
     words = {"argv": [text(word) for word in (name, *arguments)], "cwd": text(os.getcwd())}
-    there = [word for word in words["argv"][1:] if os.path.exists(word)]
-    row = json.dumps({**words, "set": env.pop("REHEARSE_SET", "").split(), "heard": heard, "there": there, "env": env})
+    files = [word for word in words["argv"][1:] if os.path.exists(word)]
+    row = json.dumps({**words, "set": env.pop("REHEARSE_SET", "").split(), "stdin": stdin, "files": files, "env": env})
     with open(f"{HERE}/log", "a") as log:
         log.write(row + "\n")
 
@@ -69,9 +69,9 @@ def computes(arguments: list[str]) -> bool:
 
 def command_of(arguments: list[str]) -> list[str]:
     """The command in a wrapper's arguments."""
-    for at, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         if not word.startswith("-") and not word.isdigit() and word not in ("run", "exec") and shutil.which(word):
-            return arguments[at:]
+            return arguments[index:]
     return []
 
 
@@ -93,12 +93,12 @@ def answer(name: str, arguments: list[str], line: str, gpus: int, nodes: int) ->
     rank = int(os.environ.get("SLURM_PROCID") or 0)
     words = " ".join(arguments)
     if name == "nvidia-smi":
-        shown = "GPU {n}: " + CARD + (" (UUID: GPU-{n})" if "-L" in arguments else "")
+        template = "GPU {n}: " + CARD + (" (UUID: GPU-{n})" if "-L" in arguments else "")
         if "--query-gpu" in words:
-            shown = MEMORY if "memory" in words else "{n}" if "index" in words else CARD
+            template = MEMORY if "memory" in words else "{n}" if "index" in words else CARD
         elif line == "topo":
-            shown = "GPU{n} " + " ".join(["NV18"] * (gpus - 1))
-        print("\n".join(shown.format(n=n) for n in range(gpus)))
+            template = "GPU{n} " + " ".join(["NV18"] * (gpus - 1))
+        print("\n".join(template.format(n=n) for n in range(gpus)))
     elif name == "hostname":
         print(ADDRESS.format(rank + 1) if re.search("-[iI]|--ip|--all-ip", words) else f"node{rank}")
     elif name.startswith("pip") and line in ("list", "freeze", "show"):  # of slime's image

@@ -181,5 +181,5 @@ class GroupedLinear(_Module):
     def forward(
         self, hidden: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
-        parts = hidden.split(list(m_splits))
-        return torch.cat([functional.linear(*pair) for pair in zip(parts, self._get_weight_tensors(), strict=True)])
+        inputs = hidden.split(list(m_splits))
+        return torch.cat([functional.linear(*pair) for pair in zip(inputs, self._get_weight_tensors(), strict=True)])
