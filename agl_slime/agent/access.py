@@ -73,8 +73,8 @@ class EngineAccess:
         if gateway not in self._engines:
             async with aiohttp.ClientSession() as session, session.get(f"{gateway}/engine") as answer:
                 if answer.status != 200:
-                    where = str(URL(gateway).origin())  # its path may hold the token
-                    raise ConfigError(f"{LLM_RESOURCE} names {where}, which is no gateway of agl-slime's")
+                    origin = str(URL(gateway).origin())  # its path may hold the token
+                    raise ConfigError(f"{LLM_RESOURCE} names {origin}, which is no gateway of agl-slime's")
                 self._engines[gateway] = await answer.json()
         engine = self._engines[gateway]
         sampling = {**engine.get("replay", {}), **llm.sampling_parameters}

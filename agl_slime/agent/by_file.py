@@ -21,15 +21,15 @@ from agl_slime.errors import ConfigError
 __path__: list[str] = []  # a package without a directory: _Finder locates its modules
 
 
-def import_file(path: str | Path, *, again: bool = False) -> ModuleType:
-    """The file as a module, executed at its first import, or ``again``. It can import modules from its own directory,
+def import_file(path: str | Path, *, reload: bool = False) -> ModuleType:
+    """The file as a module, executed at its first import, and again with ``reload``. It can import modules beside it,
     after installed ones of the same name. Raises ``ConfigError`` for a missing file, and any error of the file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"there is no file {path}")
     stem = re.sub(r"\W", "_", file.stem)
     name = f"{__name__}.{stem}_{str(file).encode().hex()}"
-    if again:
+    if reload:
         sys.modules.pop(name, None)
     return importlib.import_module(name)
 

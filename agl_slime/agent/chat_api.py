@@ -53,7 +53,7 @@ class ChatApi:
 
     async def models(self) -> list[str]:
         listed = (await self._http.call("GET", self._path("models"), max_attempts=2)).get("data")
-        return [str(one["id"]) for one in listed or () if isinstance(one, Mapping) and one.get("id")]
+        return [str(model["id"]) for model in listed or () if isinstance(model, Mapping) and model.get("id")]
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -63,11 +63,11 @@ class ChatApi:
 
     @cached_property
     def _http(self) -> HttpTransport:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname:
             raise ConfigError(f"the address must look like https://host/v1, got {shown_url(self.url)!r}")
         return HttpTransport(
-            base_url=f"{parts.scheme}://{parts.netloc}", settings=ClientSettings(api_key=self.api_key or None)
+            base_url=f"{address.scheme}://{address.netloc}", settings=ClientSettings(api_key=self.api_key or None)
         )
 
 
@@ -79,14 +79,14 @@ async def find_chat_api(url: str, *, model: str | None, key_env: str) -> ChatApi
     api = ChatApi(url=url, model=model or "", api_key=key)
     if model is not None:
         return api
-    where = f"--openai-url {shown_url(url)}"
+    flag = f"--openai-url {shown_url(url)}"
     try:
         names = await api.models()
     except EngineError as error:
-        raise ConfigError(f"{where} does not list its models ({error}); give --openai-model") from error
+        raise ConfigError(f"{flag} does not list its models ({error}); give --openai-model") from error
     finally:
         await api.aclose()
     if len(names) != 1:
         listed = ", ".join(names[:5]) or "none"
-        raise ConfigError(f"{where} has {len(names)} models ({listed}); name one with --openai-model")
+        raise ConfigError(f"{flag} has {len(names)} models ({listed}); name one with --openai-model")
     return replace(api, model=names[0])

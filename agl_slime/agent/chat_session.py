@@ -46,10 +46,10 @@ class ChatSession(Session):
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
-        asked, started = copy.deepcopy(self.messages), time.time()
+        history, started = copy.deepcopy(self.messages), time.time()
         self.stats.asking += 1
         try:
-            completion = await self.complete(asked, sampling=sampling or self.sampling)
+            completion = await self.complete(history, sampling=sampling or self.sampling)
         except ContextOverflowError as error:
             if not self.turns:
                 raise
@@ -66,7 +66,7 @@ class ChatSession(Session):
             prompt_ids=_NO_IDS,
             response_ids=_NO_IDS,
             text=content,
-            messages=asked,
+            messages=history,
             finish_reason=finish,
             latency_s=latency_s,
         )

@@ -110,13 +110,13 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
 async def take_images(messages: list[dict[str, Any]], images: Images, settings: ImageSettings) -> tuple[Image, ...]:
     """The images of ``messages``, in order. Messages with content parts are replaced by ``mark_images``."""
     contents = [*map(_CONTENT, messages)]
-    for at, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
+    for index, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
         if isinstance(content, list) and any(map(is_image, content)):
-            messages[at] = await mark_images(messages[at], images, settings)
-    shown = images_in(messages, images) if images else ()
-    if len(shown) > settings.max_images:
-        raise PromptError(f"the conversation shows {len(shown)} images, max_images is {settings.max_images}")
-    return shown
+            messages[index] = await mark_images(messages[index], images, settings)
+    prompt_images = images_in(messages, images) if images else ()
+    if len(prompt_images) > settings.max_images:
+        raise PromptError(f"the conversation shows {len(prompt_images)} images, max_images is {settings.max_images}")
+    return prompt_images
 
 
 async def prepare(tokenizer: Any, images: Sequence[Image]) -> None:
@@ -135,8 +135,8 @@ async def engine_input(
     return await run_in_thread(tokenizer.engine_input, prompt_ids, images)
 
 
-def kept_before(kept: int, places: Sequence[int], now: Sequence[Image], before: Sequence[Image]) -> int:
-    """How many of the first ``kept`` tokens an earlier turn really shares: images of one size have equal tokens, so the
-    shared prefix ends at the first image that differs. ``before`` are that turn's images, ``now`` begin at
-    ``places``."""
-    return min((at for at, new, old in zip(places, now, before) if new != old), default=kept)  # noqa: B905
+def trim_at_changed_image(shared: int, places: Sequence[int], images: Sequence[Image], earlier: Sequence[Image]) -> int:
+    """The number of the first ``shared`` tokens that an earlier turn really shares: images of one size have equal
+    tokens, so the shared prefix ends at the first image that differs. ``earlier`` are that turn's images; ``images``
+    begin at ``places``."""
+    return min((place for place, new, old in zip(places, images, earlier) if new != old), default=shared)  # noqa: B905

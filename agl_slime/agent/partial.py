@@ -59,7 +59,7 @@ class _Call:
 class _Rollout:
     instance_id: str
     calls: list[_Call] = field(default_factory=list)
-    kept: list[_Call] = field(default_factory=list)
+    saved_calls: list[_Call] = field(default_factory=list)
     """Calls from before the restart that the agent has not repeated yet."""
 
 
@@ -69,7 +69,7 @@ class PartialRollouts:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rollouts: dict[str, _Rollout] = {}
-        self._kept: dict[str, deque[list[_Call]]] = {}  # from a checkpoint, by instance
+        self._saved: dict[str, deque[list[_Call]]] = {}  # from a checkpoint, by instance
         self.reused_tokens = 0
         """Tokens from before the restart that were not sampled again."""
 
@@ -80,8 +80,8 @@ class PartialRollouts:
             return client
         with self._changed:
             record = self._rollouts[rollout.rollout_id] = _Rollout(str(instance_id))
-            if waiting := self._kept.get(record.instance_id):
-                record.kept = waiting.popleft()
+            if waiting := self._saved.get(record.instance_id):
+                record.saved_calls = waiting.popleft()
         return _KeepingClient(self, client, record)
 
     def drop(self, rollout_id: str) -> None:
@@ -94,14 +94,14 @@ class PartialRollouts:
         repeat: its tokens would be too old for a group that is admitted later."""
         if isinstance(event, events.PhaseStarted) and event.phase == "sync":
             with self._changed:
-                self._kept = {}
+                self._saved = {}
         if isinstance(event, events.GroupsCollected):
             done = {group.instance_id for group in event.groups}
             with self._changed:
                 self._rollouts = {
                     name: rollout for name, rollout in self._rollouts.items() if rollout.instance_id not in done
                 }
-                self._kept = {name: rows for name, rows in self._kept.items() if name not in done}
+                self._saved = {name: rows for name, rows in self._saved.items() if name not in done}
 
     def save(self, path: Path, *, base_url: str) -> None:
         """Write all sampled tokens. Running requests at the engine ``base_url`` are aborted for their partial answers
@@ -116,15 +116,15 @@ class PartialRollouts:
                 asyncio.run(asyncio.wait_for(aborting, _CUT_TIMEOUT_S))
             except (EngineError, TimeoutError) as error:
                 why = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
-                where = shown_url(base_url)
-                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", where, why)
+                engine = shown_url(base_url)
+                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", engine, why)
             else:
                 with self._changed:
                     self._changed.wait_for(lambda: all(call.reported for call in running), _CUT_TIMEOUT_S)
         with self._changed:
             # including calls of an earlier checkpoint that no rollout has repeated yet
-            rows = [(rollout.instance_id, rollout.calls + rollout.kept) for rollout in self._rollouts.values()]
-            rows += [(instance_id, calls) for instance_id, waiting in self._kept.items() for calls in waiting]
+            rows = [(rollout.instance_id, rollout.calls + rollout.saved_calls) for rollout in self._rollouts.values()]
+            rows += [(instance_id, calls) for instance_id, waiting in self._saved.items() for calls in waiting]
             lines = [
                 {
                     "instance_id": instance_id,
@@ -142,29 +142,29 @@ class PartialRollouts:
         instances (dropped before the checkpoint, or begun while it was written) are admitted again at ``version``:
         their tokens of older weights would be staler than their new age, and are left out.
         """
-        kept: dict[str, deque[list[_Call]]] = defaultdict(deque)
+        saved: dict[str, deque[list[_Call]]] = defaultdict(deque)
         try:
             for line in path.read_text().splitlines() if path.exists() else ():
                 row = json.loads(line)
                 calls = [_Call(call["key"], _generation_from_json(call)) for call in row["calls"]]
                 if admitted is None or row["instance_id"] in admitted or _weight_versions(calls) <= {version}:
-                    kept[row["instance_id"]].append(calls)
+                    saved[row["instance_id"]].append(calls)
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
             raise ConfigError(f"{path} cannot be read: {format_exception(error)}") from error
         with self._changed:
-            self._kept = dict(kept)
-        sampled = [len(c.generation.output_ids) for rows in kept.values() for row in rows for c in row if c.generation]
+            self._saved = dict(saved)
+        sampled = [len(c.generation.output_ids) for rows in saved.values() for row in rows for c in row if c.generation]
         if sampled:
             logger.info("%d tokens that were sampled before the restart are reused.", sum(sampled))
 
     def begin(self, rollout: _Rollout, key: str) -> _Call:
         """Start a call of this rollout: the first saved call with this key, else a new one."""
         with self._changed:
-            call = next((kept for kept in rollout.kept if kept.key == key), None)
+            call = next((saved for saved in rollout.saved_calls if saved.key == key), None)
             if call is None:
                 call = _Call(key)
             else:
-                rollout.kept.remove(call)
+                rollout.saved_calls.remove(call)
                 self.reused_tokens += len(call.generation.output_ids) if call.generation is not None else 0
             call.running = True
             rollout.calls.append(call)
@@ -191,34 +191,34 @@ class _KeepingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **how: Any) -> Generation:
-        if how.get("top_log_probs"):  # a checkpoint does not have them
-            return await self._client.generate(input_ids, sampling, **how)
-        call = self._owner.begin(self._rollout, _key(input_ids, sampling, how))
-        kept = call.generation
-        if kept is not None and kept.finish_reason != "abort":
-            if how.get("on_progress") is not None:
-                how["on_progress"](Progress(kept.text, lambda: kept))
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Generation:
+        if options.get("top_log_probs"):  # a checkpoint does not have them
+            return await self._client.generate(input_ids, sampling, **options)
+        call = self._owner.begin(self._rollout, _key(input_ids, sampling, options))
+        saved = call.generation
+        if saved is not None and saved.finish_reason != "abort":
+            if options.get("on_progress") is not None:
+                options["on_progress"](Progress(saved.text, lambda: saved))
             self._owner.note(call, running=False)
-            return kept
-        partial: Any = {"resume": kept, "on_part": lambda part: self._owner.note(call, part)}
+            return saved
+        partial: Any = {"resume": saved, "on_part": lambda part: self._owner.note(call, part)}
         generation = None
         try:
-            generation = await self._client.generate(input_ids, sampling, **partial, **how)
+            generation = await self._client.generate(input_ids, sampling, **partial, **options)
             return generation
         finally:
             self._owner.note(call, generation, running=False)
 
 
-def _key(input_ids: Sequence[int], sampling: SamplingParams, how: Mapping[str, Any]) -> str:
-    asked = hashlib.blake2b(stored_bytes(token_array(input_ids)), digest_size=16)
+def _key(input_ids: Sequence[int], sampling: SamplingParams, options: Mapping[str, Any]) -> str:
+    digest = hashlib.blake2b(stored_bytes(token_array(input_ids)), digest_size=16)
     payload = sampling.to_payload() | {"sampling_seed": None}  # of an attempt
-    asked.update(json.dumps(payload, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(payload, sort_keys=True, default=str).encode())
     if sampling.routed_experts is not None:
-        asked.update(json.dumps([sampling.routed_experts, how.get("experts_start")]).encode())
-    if (images := how.get("images")) is not None:  # images of one size have equal ids
-        asked.update("".join(images.data).encode())
-    return asked.hexdigest()
+        digest.update(json.dumps([sampling.routed_experts, options.get("experts_start")]).encode())
+    if (images := options.get("images")) is not None:  # images of one size have equal ids
+        digest.update("".join(images.data).encode())
+    return digest.hexdigest()
 
 
 def _generation_to_json(generation: Generation) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agl_slime.agent.images import Images, engine_input, kept_before, prepare, take_images
+from agl_slime.agent.images import Images, engine_input, prepare, take_images, trim_at_changed_image
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.tools import ToolManager, ToolResult
 from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
@@ -186,10 +186,10 @@ class RolloutSession(Session):
         oldest_version: int | None = None,
         **options: Any,
     ) -> None:
-        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        context_options: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
         if template.reader.parser is not None and (parser := options.get("parser")) is not None:
-            how["reader"] = _reader_of(template, parser)
-        self.context = ChatContext(template=template, messages=messages, **how)
+            context_options["reader"] = _reader_of(template, parser)
+        self.context = ChatContext(template=template, messages=messages, **context_options)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
@@ -228,41 +228,41 @@ class RolloutSession(Session):
         fork: ForkReason | None = None,
         untrained: str = "",
         delivered: Callable[[], Progress | None] = lambda: None,
-        **how: Any,
+        **options: Any,
     ) -> Answer:
         """Append ``messages``, let the model answer, append the answer. A final assistant message is continued. Raises
         ``RolloutStopped`` when a limit leaves no room for an answer, and the client's typed errors.
 
         ``fork`` is the reason for leaving the previous conversation, where the caller knows more than a comparison of
-        tokens; ``untrained`` the reason why the answer is context only; ``how`` goes to the client's ``generate``. If
+        tokens; ``untrained`` the reason why the answer is context only; ``options`` go to the client's ``generate``. If
         ``ask`` is cancelled after a part of the answer was ``delivered`` to a reader, that part becomes the answer,
         with the finish reason "abort".
         """
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
-        context, started, asked = self.context, time.time(), list(self.messages)
+        context, started, history = self.context, time.time(), list(self.messages)
         prompt_ids, cut, limited = [], False, sampling or self.sampling
-        shown: tuple[Image, ...] = ()
+        prompt_images: tuple[Image, ...] = ()
         places: list[int] = []
         filed: FiledReplay | None = None
         self.stats.asking += 1
         try:
-            if shown := await take_images(context.messages, self.images, self._image_settings):
-                asked = list(self.messages)
-                await prepare(self.tokenizer, shown)
+            if prompt_images := await take_images(context.messages, self.images, self._image_settings):
+                history = list(self.messages)
+                await prepare(self.tokenizer, prompt_images)
             prompt_ids = await context.prompt()
             limited = self._within_limits(limited, len(prompt_ids))
             self.stats.requests += 1
             if self._seed:
                 limited = limited.seeded(self._seed, self.stats.requests)
-            if shown:
-                how["images"], places = await engine_input(self.tokenizer, prompt_ids, shown)
+            if prompt_images:
+                options["images"], places = await engine_input(self.tokenizer, prompt_ids, prompt_images)
             if limited.routed_experts is not None:
-                how["experts_start"] = self._experts_start(prompt_ids, shown, places)
+                options["experts_start"] = self._experts_start(prompt_ids, prompt_images, places)
             # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
-            how |= self._limits
-            generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
+            options |= {"routing_key": self.rollout_id or None, **self._limits}
+            generation = await self._client.generate(prompt_ids, limited, **options)
             if self._encoder is not None and limited.replay_files is not None:
                 filed = await self._file_replay(limited.replay_files, generation)
         except asyncio.CancelledError:
@@ -280,13 +280,13 @@ class RolloutSession(Session):
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
         prompt = context.token_ids[: len(prompt_ids)]
-        base_turn, kept, fork = self._place(prompt, shown, places, fork)
+        base_turn, shared, fork = self._place(prompt, prompt_images, places, fork)
         self.last_turn = len(self.turns)
         if generation.output_ids and not untrained:
             untrained = _lost_replay(limited, generation, len(prompt_ids))
-        place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
-        place["images"], place["filed"] = shown, filed
-        self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
+        place: Any = {"base_turn": base_turn, "kept_tokens": shared, "fork": fork, "untrained": untrained}
+        place["images"], place["filed"] = prompt_images, filed
+        self.turns.append(Turn.from_generation(prompt, generation, messages=history, **place))
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
             self._write({**self._encoder.encode(self.turns[-1]), **role}, started)
@@ -296,19 +296,19 @@ class RolloutSession(Session):
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 
     def _place(
-        self, prompt: TokenArray, shown: tuple[Image, ...], places: Sequence[int], requested: ForkReason | None
+        self, prompt: TokenArray, images: tuple[Image, ...], places: Sequence[int], requested: ForkReason | None
     ) -> tuple[int | None, int, ForkReason | None]:
         """The turn that the next one continues, the number of tokens that it keeps of it, and the reason of a fork."""
-        base_turn, kept, fork = self.last_turn, self.context.kept_tokens, self.context.fork
+        base_turn, shared, fork = self.last_turn, self.context.kept_tokens, self.context.fork
         if base_turn is None and self.turns:  # another conversation of the rollout, perhaps with the first one's prefix
             base_turn, first = 0, self.turns[0].token_ids
-            kept = common_prefix(first, prompt)
-            if kept < len(first):
-                fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
-        if shown and base_turn is not None:
-            shared = kept_before(kept, places, shown, self.turns[base_turn].images)
-            kept, fork = shared, fork or (ForkReason.EDITED_HISTORY if shared < kept else None)
-        return base_turn, kept, refine_fork(fork, requested)
+            shared = common_prefix(first, prompt)
+            if shared < len(first):
+                fork = ForkReason.BRANCH if shared == len(prompt) else ForkReason.NEW_CONTEXT
+        if images and base_turn is not None:
+            trimmed = trim_at_changed_image(shared, places, images, self.turns[base_turn].images)
+            shared, fork = trimmed, fork or (ForkReason.EDITED_HISTORY if trimmed < shared else None)
+        return base_turn, shared, refine_fork(fork, requested)
 
     def branch(
         self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None, role: str = ""
@@ -330,14 +330,14 @@ class RolloutSession(Session):
             raise ConfigError("only a branch with a role has its own reward: session.branch(messages, role=...)")
         self.stats.rewards[self.role] = reward
 
-    def _experts_start(self, prompt_ids: Sequence[int], shown: Sequence[Image], places: Sequence[int]) -> int:
+    def _experts_start(self, prompt_ids: Sequence[int], images: Sequence[Image], places: Sequence[int]) -> int:
         """The first position of a prompt whose routed experts the engine has to return: the continued turn has the
         earlier ones."""
         base = self.turns[self.last_turn or 0] if self.turns else None
         if base is None:
             return 0
         same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
-        same = kept_before(same, places, shown, base.images)
+        same = trim_at_changed_image(same, places, images, base.images)
         return min(same, base.experts_end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
 
     async def _file_replay(self, directory: str, answer: Generation) -> FiledReplay | None:
@@ -358,17 +358,17 @@ class RolloutSession(Session):
         raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {limit}")
 
 
-def _lost_replay(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
+def _lost_replay(sampling: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
     """The reason why a cut answer cannot be trained, if its replay data was lost with the stream; else empty."""
     end = prompt_tokens + len(generation.output_ids) - 1
-    if asked.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
+    if sampling.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
         return "no_routed_experts"
-    return "no_nucleus" if asked.nucleus and generation.nucleus is None else ""
+    return "no_nucleus" if sampling.nucleus and generation.nucleus is None else ""
 
 
 def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReader:
-    how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
-    return reader_for(template.tokenizer, offered=parser is not None, parser=parser, **how)
+    options: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
+    return reader_for(template.tokenizer, offered=parser is not None, parser=parser, **options)
 
 
 def write_span(attributes: dict[str, Any], started: float) -> None:

@@ -143,8 +143,8 @@ class ToolManager:
             return f"Error: {error}.", "bad_arguments"
         try:
             value = await asyncio.wait_for(call_user_code(tool.function, **arguments), self._timeout_s)
-            if (parts := parts_with_images(value)) is not None:
-                return parts, None
+            if (content_parts := parts_with_images(value)) is not None:
+                return content_parts, None
             content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout"
@@ -161,8 +161,8 @@ class ToolManager:
         """Call ``aclose`` of each tool that has one, except tools to ``keep``; a failure is logged. A tool whose
         constructor returns only later is closed at once."""
         self._closed = True
-        kept = {id(tool) for tool in keep}
-        tools, self._open = [tool for tool in self._open if id(tool) not in kept], []
+        kept_ids = {id(tool) for tool in keep}
+        tools, self._open = [tool for tool in self._open if id(tool) not in kept_ids], []
         await asyncio.gather(*map(self._close, tools))
 
     async def _close(self, tool: Any) -> None:
@@ -209,11 +209,11 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments
     try:
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
-            where = f"parameter {parameter.name!r} of tool {name!r}"
+            label = f"parameter {parameter.name!r} of tool {name!r}"
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ConfigError(f"{where} cannot be given by name; a model calls tools with named arguments")
+                raise ConfigError(f"{label} cannot be given by name; a model calls tools with named arguments")
             if parameter.name not in hints:
-                raise ConfigError(f"{where} has no type; annotate it: the model's schema needs it")
+                raise ConfigError(f"{label} has no type; annotate it: the model's schema needs it")
             hint = Annotated[hints[parameter.name], Field(description=described.get(parameter.name))]
             fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
         arguments = _adapter(fields)

@@ -107,9 +107,9 @@ class _Engine:
         config: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
         config["stop"] = tuple(config["stop"] or ()) or None
         sampling = replace(session.sampling, **{name: value for name, value in config.items() if value is not None})
-        asked = [dict(message) for message in infer_request.messages]
+        messages = [dict(message) for message in infer_request.messages]
         indices = range(getattr(request_config, "n", 1) or 1)
-        answers = [turns.answer_to(asked, index=index, sampling=sampling) for index in indices]
+        answers = [turns.answer_to(messages, index=index, sampling=sampling) for index in indices]
         return ChatCompletionResponse(list(await asyncio.gather(*answers)))
 
     async def run_turns(self, infer_request: RolloutInferRequest) -> RolloutOutput:
@@ -151,30 +151,30 @@ class _Turns:
                 result.messages = copy.deepcopy(session.messages)
                 return result
 
-    async def answer_to(self, messages: Messages, **how: Any) -> RolloutResponseChoice:
+    async def answer_to(self, messages: Messages, **options: Any) -> RolloutResponseChoice:
         """The answer to ``messages``, in a branch of the conversation with the longest shared prefix, whose tokens it
         reuses."""
         leaves = [*self.leaves, _Leaf(self.session, self.session.messages)]
         near = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
         shared = shared_length(near.messages, messages)
         branch = near.session.branch([*near.session.messages[:shared], *messages[shared:]])
-        result, _parsed = await self.ask(branch, **how)
+        result, _parsed = await self.ask(branch, **options)
         answer, continued = dict(branch.messages[-1]), len(branch.messages) == len(messages)
         self.leaves.append(_Leaf(branch, [*(messages[:-1] if continued else messages), answer]))
         if shared == len(near.messages) and near in self.leaves:  # the new leaf contains it
             self.leaves.remove(near)
         return result
 
-    async def ask(self, session: Any, *, index: int = 0, **how: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
-        before = len(session.messages), str(session.messages[-1].get("content") or "")
-        answer = await session.ask(**how)
+    async def ask(self, session: Any, *, index: int = 0, **options: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
+        count, prefix = len(session.messages), str(session.messages[-1].get("content") or "")
+        answer = await session.ask(**options)
         self.number += 1
         content = str(session.messages[-1].get("content") or "")  # with the stop string that the engine leaves out
         parsed = answer.parsed or AnswerParts(content=content)
         if answer.parsed is None and session.parser is not None and session.tools is not None:
             parsed = session.reader.read(content, answer.generation.output_ids)
         session.stats.count_malformed(parsed.malformed)
-        added = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
+        added = content.removeprefix(prefix) if len(session.messages) == count else content
         log_probs = answer.generation.log_probs if self.scheduler is not None else ()
         result = RolloutResponseChoice(
             index=index,

@@ -55,7 +55,7 @@ def discover_generators(directory: Path) -> Discovery:
     discovery = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:
-            module = import_file(path, again=True)
+            module = import_file(path, reload=True)
             task_type = getattr(module, "TASK_TYPE", None)
             if not isinstance(task_type, str) or not task_type:
                 raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
