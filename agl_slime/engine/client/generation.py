@@ -43,7 +43,7 @@ _LARGEST = 2**31 - 1  # ids are kept as int32
 
 
 class DefaultLimit(int):
-    """A limit of tokens that nobody set; an API that has one of its own is not sent it."""
+    """The default limit of tokens; an API with a default of its own is not sent it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

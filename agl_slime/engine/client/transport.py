@@ -219,7 +219,7 @@ class HttpTransport:
         with self._lock:
             session = self._sessions.get(loop)
             if session is None or session.closed:
-                for dead in [other for other in self._sessions if other.is_closed()]:
+                for dead in [loop for loop in self._sessions if loop.is_closed()]:
                     _drop(self._sessions.pop(dead))
                 session = self._sessions[loop] = self._new_session()
             return session
@@ -279,8 +279,8 @@ def checked_url(url: str) -> str:
     """``url`` as the address that SGLang's own paths follow: without a trailing slash and OpenAI's ``/v1``. Raises
     ``ConfigError`` unless it is http(s)://host[:port][/path], without a query, which those paths would be part of."""
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        address = urlsplit(url)
+        usable = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
     except ValueError:
         usable = False
     if not usable or re.search(r"[\s?#]", url):

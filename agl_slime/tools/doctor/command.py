@@ -185,16 +185,14 @@ def _hub() -> Line:
 
 def _reached(name: str, url: str) -> Line:
     """Whether a server listens at ``url``; it gets no request."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    where = f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+    address = urlsplit(url if "://" in url else f"http://{url}")
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
     try:
-        with socket.create_connection(
-            (parts.hostname or "", int(where.rpartition(":")[2])), timeout=_ADDRESS_TIMEOUT_S
-        ):
-            return Line("ok", name, f"{where} can be reached")
+        with socket.create_connection((host, port), timeout=_ADDRESS_TIMEOUT_S):
+            return Line("ok", name, f"{host}:{port} can be reached")
     except OSError as error:
         hub = "; use a directory or --model smollm2" if name.startswith("Hugging") else "; start it, or leave it out"
-        return Line("--", name, f"{where} cannot be reached ({error.strerror or error}){hub}")
+        return Line("--", name, f"{host}:{port} cannot be reached ({error.strerror or error}){hub}")
 
 
 def _tried(name: str, text: str, work: Callable[[], object]) -> Line:

@@ -173,8 +173,8 @@ class PluginSettings(BaseModel):
             value = getattr(args, f"agl_{name}", None)
             if value is not None or (value := environ.get(f"AGL_SLIME_{name.upper()}")):
                 room, _, field = _PATHS.get(name, name).rpartition(".")
-                at = values[room] if room else values
-                at[field] = _split_words(value) if name == "env_map" else value
+                section = values[room] if room else values
+                section[field] = _split_words(value) if name == "env_map" else value
         values["loop"]["seed"] = getattr(args, "rollout_seed", None) or 0
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {shown_url(values['store_url'])!r} and agl_agent {values['agent']!r}"
@@ -230,10 +230,10 @@ def prompt_data(args: Any) -> PromptData | None:
     return _data(args, path, shuffle=shuffle, max_prompt_len=getattr(args, "rollout_max_prompt_len", None))
 
 
-def _data(keys: Any, path: Any, **how: Any) -> PromptData:
+def _data(keys: Any, path: Any, **options: Any) -> PromptData:
     names = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
-    given = {name: getattr(keys, name) for name in names if hasattr(keys, name)}
-    return PromptData(path=str(path), **given, **how)
+    values = {name: getattr(keys, name) for name in names if hasattr(keys, name)}
+    return PromptData(path=str(path), **values, **options)
 
 
 def _named_error(error: ValidationError) -> ConfigError:
@@ -272,14 +272,14 @@ def _eval_sets(args: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = _SAMPLING | _SAMPLING_OF_SETS
     return [
         {
-            "name": given.name,
+            "name": data.name,
             "data": _data(
-                given, given.path, max_prompt_len=limit, metadata_overrides=getattr(given, "metadata_overrides", {})
+                data, data.path, max_prompt_len=limit, metadata_overrides=getattr(data, "metadata_overrides", {})
             ),
-            "samples": getattr(given, "n_samples_per_eval_prompt", None) or 1,
-            "sampling": shared | _sampling(given, "", names) | _template_kwargs(given),
+            "samples": getattr(data, "n_samples_per_eval_prompt", None) or 1,
+            "sampling": shared | _sampling(data, "", names) | _template_kwargs(data),
         }
-        for given in getattr(args, "eval_datasets", None) or ()
+        for data in getattr(args, "eval_datasets", None) or ()
     ]
 
 

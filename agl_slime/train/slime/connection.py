@@ -79,11 +79,11 @@ class Connection(Producer):
         seed = settings.loop.seed
         self.tasks = TaskCursor(as_task_source(source, seed=seed), named=False) if source is not None else None
         self.evals: list[Evaluation] = []
-        for given in settings.eval_sets:
-            lines = given.data.read(tokenizer, flag=f"evaluation data set {given.name}:")
+        for eval_set in settings.eval_sets:
+            lines = eval_set.data.read(tokenizer, flag=f"evaluation data set {eval_set.name}:")
             # the rollouts of a line in succession, as slime's pass rate counts them
-            held_out = ValidationTasks(ordered_tasks(lines), n=len(lines), times=given.samples)
-            self.evals.append(Evaluation(given.name, held_out, given.sampling))
+            held_out = ValidationTasks(ordered_tasks(lines), n=len(lines), times=eval_set.samples)
+            self.evals.append(Evaluation(eval_set.name, held_out, eval_set.sampling))
         path, n, times = settings.eval_tasks, settings.loop.eval_rollouts, settings.eval_samples
         drawn = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")
         if drawn is not None and not self.evals:

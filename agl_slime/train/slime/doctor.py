@@ -98,7 +98,7 @@ def _data_source() -> str:
 def _samples() -> str:
     from agl_slime.types import Sample
 
-    needed = [one.name for one in fields(Sample) if one.default is one.default_factory is MISSING]
+    needed = [field.name for field in fields(Sample) if field.default is field.default_factory is MISSING]
     if needed:
         return f"UNKNOWN: Sample cannot be made without {', '.join(needed)}"
     return "siblings of one rollout share rollout_id"

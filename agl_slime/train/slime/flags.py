@@ -78,14 +78,14 @@ def refused_keys(args: Any) -> Iterator[str]:
     slime's on samples of our ``generate``, whose reward is the agent's."""
     flags = {name: getattr(args, name, None) for name in ("rm_type", "custom_rm_path", "custom_generate_function_path")}
     flags["apply_chat_template"] = getattr(args, "apply_chat_template", None) or False
-    for given in getattr(args, "eval_datasets", None) or ():
-        keys = {name: value for name, value in vars(given).items() if value not in (None, {}, flags.get(name))}
+    for dataset in getattr(args, "eval_datasets", None) or ():
+        keys = {name: value for name, value in vars(dataset).items() if value not in (None, {}, flags.get(name))}
         generate = keys.get("custom_generate_function_path") or flags["custom_generate_function_path"]
         rewards = {"rm_type", "custom_rm_path"} if generate == GENERATE_HOOK else set()
         for name in sorted(keys.keys() - EVALUATED if evaluates(args) else keys.keys() & rewards):
             why, value = _WHY.get(name, "nothing reads it"), keys[name]
             if not (name == "apply_chat_template" and value) and not str(value).startswith("agl_slime.slime_hooks."):
-                yield f"evaluation data set {given.name}: {name} {value!r} has no effect, as {why}; leave it out"
+                yield f"evaluation data set {dataset.name}: {name} {value!r} has no effect, as {why}; leave it out"
 
 
 def warn_of_flags(args: Any) -> None:

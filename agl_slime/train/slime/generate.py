@@ -84,8 +84,8 @@ class SingleRollouts:
     def __init__(self, connection: Connection, reward_key: str | None = None) -> None:
         self._connection = connection
         self.tokenizer = tokenizer = connection.tokenizer()
-        how: dict[str, Any] = {"convert_validation": True, "producer": connection, "reward_key": reward_key}
-        self._source = GroupSource(store=connection.store, tokenizer=tokenizer, **how)
+        options: dict[str, Any] = {"convert_validation": True, "producer": connection, "reward_key": reward_key}
+        self._source = GroupSource(store=connection.store, tokenizer=tokenizer, **options)
         self._source.follower.begin()
         connection.start()
 

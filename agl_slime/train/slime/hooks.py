@@ -46,19 +46,19 @@ def generate_rollout(
         data = evaluate(rollout_id) if evaluate else {"agl": eval_entry([*flat_samples(data_source.get_samples(1))])}
         return RolloutFnEvalOutput(data=data)
     started = time.monotonic()
-    if (again := getattr(data_source, "kept_batch", lambda _: None)(rollout_id)) is not None:
-        return RolloutFnTrainOutput(samples=again)
+    if (saved := getattr(data_source, "kept_batch", lambda _: None)(rollout_id)) is not None:
+        return RolloutFnTrainOutput(samples=saved)
     getattr(data_source, "begin_rollout", lambda _: None)(rollout_id)
-    kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
-    kept.sort(key=lambda group: _first(group).group_index or 0)
+    batch, everything, dropped = _collect_groups(args, rollout_id, data_source)
+    batch.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
-        resolve_name(path)(args, kept)
+        resolve_name(path)(args, batch)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
         resolve_name(path)(args, everything, data_source)
-    kept = getattr(data_source, "keep_batch", lambda _, groups: groups)(rollout_id, kept)
+    batch = getattr(data_source, "keep_batch", lambda _, groups: groups)(rollout_id, batch)
     metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
     metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
-    return RolloutFnTrainOutput(samples=kept, metrics=metrics)
+    return RolloutFnTrainOutput(samples=batch, metrics=metrics)
 
 
 async def generate(
@@ -89,14 +89,14 @@ def _collect_groups(
     batch_size = getattr(args, "rollout_batch_size", None) or 1
     path = getattr(args, "dynamic_sampling_filter_path", None)
     keep = resolve_name(path) if path is not None else lambda args, group: True
-    kept: list[list[Sample]] = []
+    batch: list[list[Sample]] = []
     everything: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
     demand, reject = (getattr(data_source, name, lambda *_: None) for name in ("demand", "reject"))
     try:
         with tqdm(total=batch_size, desc=f"rollout {rollout_id}", unit="group") as bar:
-            while len(kept) < batch_size:
-                demand(batch_size - len(kept))  # all missing groups run while the next one is awaited
+            while len(batch) < batch_size:
+                demand(batch_size - len(batch))  # all missing groups run while the next one is awaited
                 group = next(iter(data_source.get_samples(1)), None)
                 if group is None:
                     raise DataSourceError("the data source returned no group; generate_rollout needs one that waits")
@@ -108,7 +108,7 @@ def _collect_groups(
                 everything.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):
-                    kept.append(group)
+                    batch.append(group)
                     bar.update()
                 else:
                     reason = str(getattr(output, "reason", None) or "filtered")
@@ -116,10 +116,10 @@ def _collect_groups(
                     reject([group], reason)
                     bar.set_postfix(dropped=sum(dropped.values()), refresh=False)
     except DataSourceError:
-        if kept:
-            data_source.add_samples(kept)
+        if batch:
+            data_source.add_samples(batch)
         raise
-    return kept, everything, dropped
+    return batch, everything, dropped
 
 
 def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
@@ -130,8 +130,8 @@ def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
     if flag is not None and without:
         rollout_id = (without[0].metadata or {}).get("agl_rollout_id")
         fix = "have the agent call the engine through agl-slime, or leave the flag out"
-        what = f"rollout {rollout_id} has no log-probs of the engine"
-        raise DataSourceError(f"{what}, which --{flag.replace('_', '-')} needs: {fix}")
+        problem = f"rollout {rollout_id} has no log-probs of the engine"
+        raise DataSourceError(f"{problem}, which --{flag.replace('_', '-')} needs: {fix}")
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    parts = [normalize.normalization_key(flat[i]) for i in fit]
-    groups, rollouts = [group for group, _ in parts], [rollout for _, rollout in parts]
+    keys = [normalize.normalization_key(flat[i]) for i in fit]
+    groups, rollouts = [group for group, _ in keys], [rollout for _, rollout in keys]
     normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
     advantages = dict(zip(fit, normalized, strict=True))
     return raw, [advantages.get(i, 0.0) for i in range(len(flat))]

@@ -93,18 +93,18 @@ class TaskProducer(Producer):
                 ends = await asyncio.gather(*map(self._evaluate_set, self._evals))
         except TimeoutError as error:
             raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s") from error
-        return {one.name: members for one, members in zip(self._evals, ends, strict=True)}
+        return {evaluation.name: members for evaluation, members in zip(self._evals, ends, strict=True)}
 
-    async def _evaluate_set(self, one: Evaluation) -> list[MemberResult]:
+    async def _evaluate_set(self, evaluation: Evaluation) -> list[MemberResult]:
         """The successful rollouts of a data set, in the order of its tasks."""
-        groups = await run_user_code(one.tasks.draw)
-        enqueue = partial(self._connection.enqueue, size=1, mode="val", sampling=one.sampling)
+        groups = await run_user_code(evaluation.tasks.draw)
+        enqueue = partial(self._connection.enqueue, size=1, mode="val", sampling=evaluation.sampling)
         health = HealthCheck(self.source.raise_if_dead)
         ends = {end.group_id: end async for end in run_rollouts(self.source, groups, enqueue, health=health)}
         members = [ends[group.group_id] for group in groups]
-        size = one.tasks.times if self._connection.settings.eval_whole else 1
-        parts = (members[at : at + size] for at in range(0, len(members), size))
-        return [member for part in parts if all(each.ok for each in part) for member in part]
+        size = evaluation.tasks.times if self._connection.settings.eval_whole else 1
+        tasks = (members[start : start + size] for start in range(0, len(members), size))
+        return [member for task in tasks if all(each.ok for each in task) for member in task]
 
     # -- callbacks of the source --------------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class PromptData(BaseModel):
 
     def read(self, tokenizer: Any = None, *, flag: str = "--prompt-data") -> list[dict[str, Any]]:
         """The tasks. ``tokenizer`` counts tokens for ``max_prompt_len``. Raises ``ConfigError``."""
-        if other := sorted({*(self.multimodal_keys or ())} - {"image"}):
-            raise ConfigError(f"--multimodal-keys names {other[0]!r}: agl-slime reads images alone; leave it out")
+        if unread := sorted({*(self.multimodal_keys or ())} - {"image"}):
+            raise ConfigError(f"--multimodal-keys names {unread[0]!r}: agl-slime reads images alone; leave it out")
         rows = [self._task(row, place) for place, row in read_rows(self.path, flag=flag)]
         tasks = [task for task in rows if self._fits(task, tokenizer)]
         if not tasks:
@@ -110,8 +110,8 @@ def _tools(value: Any, place: str) -> list[Any]:
 
 
 def _images(value: Any, place: str) -> list[dict[str, Any]]:
-    given = value if isinstance(value, list) else [] if value is None else [value]
-    return [_image(image, place) for image in given]
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [_image(image, place) for image in values]
 
 
 def _image(value: Any, place: str) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _bytes_of(value: str, place: str) -> bytes:
 
 def _with_images(prompt: Any, images: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """The prompt as messages, in which each mark is the next image."""
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or ()
-    messages: list[dict[str, Any]] = [*map(dict, given)]
+    prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or ()
+    messages: list[dict[str, Any]] = [*map(dict, prompt_messages)]
     marks = sum(text.count(_IMAGE_MARK) for text in map(_text, messages))
     if marks != len(images):
         raise ConfigError(f"{place}: the prompt has {marks} times {_IMAGE_MARK}, and the row {len(images)} images")

@@ -127,8 +127,8 @@ class StalenessController:
     def delivered(self) -> None:
         """Note that ready groups were delivered, oldest first."""
         if self._delivery is not None:
-            left = {*map(first_rollout, self._delivery.ready)}
-            taken = [name for name in self._ready if name not in left]
+            remaining = {*map(first_rollout, self._delivery.ready)}
+            taken = [name for name in self._ready if name not in remaining]
             self._admission.take(len(taken))
             for name in taken:
                 del self._ready[name]

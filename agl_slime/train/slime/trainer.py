@@ -39,7 +39,7 @@ def parse_slime_args(flags: Sequence[str]) -> Any:
     """The result of slime's ``parse_args`` for ``flags``, with its restore plan as the attribute ``agl_restore_plan``.
     Raises ``ConfigError`` for invalid flags."""
     require_slime()
-    before, sys.argv = sys.argv, ["train.py", *flags]  # slime and Megatron parse sys.argv and nothing else
+    argv, sys.argv = sys.argv, ["train.py", *flags]  # slime and Megatron parse sys.argv and nothing else
     try:
         args, args.agl_restore_plan = parse_args()
         return args
@@ -51,7 +51,7 @@ def parse_slime_args(flags: Sequence[str]) -> Any:
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"slime rejects its flags (after --): {error}") from error
     finally:
-        sys.argv = before
+        sys.argv = argv
 
 
 class SlimeTrainer:

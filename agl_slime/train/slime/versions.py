@@ -115,8 +115,8 @@ class RolloutSide:
             return
         startup = create(self.args, restore_plan=self.restore_plan)
         if not (hasattr(startup, "manager") and hasattr(startup, "close")):
-            what = f"a {type(startup).__name__} without manager or close"
-            raise UnknownVersionError(f"create_rollout_manager of {version()} returned {what}")
+            shape = f"a {type(startup).__name__} without manager or close"
+            raise UnknownVersionError(f"create_rollout_manager of {version()} returned {shape}")
         self._startup, self.args = startup, startup.args
         self.manager, self.placements = startup.manager, startup.placements
         self.per_epoch, self.restore_plan = startup.num_rollout_per_epoch, startup.restore_plan
@@ -159,7 +159,7 @@ class RolloutSide:
             return []
         name = name_of(self.args)
         names = _actor_names(find_optional("RECOVERY_NAMESPACE"))
-        return [_actor(one) for one in names if one in (name, f"{name}:serving")]
+        return [_actor(actor) for actor in names if actor in (name, f"{name}:serving")]
 
     def _end_abandoned_sessions(self) -> None:
         """End detached actors of our sessions whose driver was killed: Ray keeps them, and their GPUs."""
@@ -205,10 +205,10 @@ def _end(actor: Any, *, dispose: bool) -> None:
         ray.kill(actor)
 
 
-def _attempt(what: str, end: Callable[..., Any], *values: Any, **named: Any) -> bool:
+def _attempt(label: str, end: Callable[..., Any], *values: Any, **named: Any) -> bool:
     try:
         end(*values, **named)
     except Exception as error:  # the run is over, perhaps for the same reason
-        logger.warning("%s did not end cleanly: %s", what, error)
+        logger.warning("%s did not end cleanly: %s", label, error)
         return False
     return True
