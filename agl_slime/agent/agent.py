@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, sampling_of
@@ -27,19 +27,20 @@ from agl_slime.agent.outcome import (
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped
-from agl_slime.agent.tools import ToolError, ToolManager
+from agl_slime.agent.tools import ToolError, ToolManager, check_tools
 from agl_slime.agent.turns import run_turns
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
+from agl_slime.support.ranges import check_ranges, takes
 from agl_slime.support.threads import call_user_code, run_user_code
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.reward import check_reward, split_missing
-from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
+from agl_slime.tokens.tokenizer import ChatTokenizer, check_template_kwargs, has_chat_template
 from agl_slime.tokens.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -95,15 +96,44 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._access = EngineAccess(tokenizer=tokenizer, settings=client_settings)
 
     def check_settings(self) -> None:
-        """Raise ``ConfigError`` for a class attribute that no rollout could use, before rollouts are spent on it."""
+        """Raise ``ConfigError`` for an attribute that no rollout could use, before rollouts are spent on it."""
+
+        def is_instance(*kinds: type) -> Callable[[Any], bool]:
+            return lambda value: isinstance(value, kinds)
+
+        check_ranges(
+            self,
+            ("max_turns max_trajectory_tokens max_tool_result_chars", lambda value: value >= 1, "at least 1"),
+            ("tool_timeout_s", lambda value: value > 0, "above 0 seconds"),
+            ("tools_in_prompt stop_on_tool_error keep_stop_token", is_instance(bool), "True or False"),
+            ("template_kwargs", is_instance(Mapping), "a dict"),
+            ("image_settings", is_instance(ImageSettings), "ImageSettings"),
+            ("tools reward_functions", is_instance(list, tuple), "a list or tuple"),
+            (
+                "scheduler",
+                lambda value: isinstance(value, str) or callable(getattr(value, "run", None)),
+                "a MultiTurnScheduler, its class or registered name",
+            ),
+            ("chat_api", is_instance(ChatApi), "a ChatApi"),
+            ("partial", is_instance(PartialRollouts), "PartialRollouts"),
+            ("_sampling", is_instance(SamplingParams), "SamplingParams"),
+            named=lambda name: f"{name.lstrip('_')} of {type(self).__name__}",
+        )
         check_loss_scale(self.loss_scale)
         check_functions(self.reward_functions)
+        check_tools(self.tools)
+        check_template_kwargs(self.template_kwargs, f"template_kwargs of {type(self).__name__}")
         if isinstance(self.scheduler, str):
             _ = schedulers[self.scheduler]
         if self.tool_parser is not None:
             get_tool_parser(self.tool_parser)
-        if self.max_turns is not None and self.max_turns < 1:
-            raise ConfigError(f"max_turns of {type(self).__name__} must be at least 1, got {self.max_turns}")
+        counts = {"build_prompt": 1, "build_tools": 1, "run": 2, "score": 2, "compute_reward": 2}
+        for name, count in counts.items():
+            if not callable(method := getattr(self, name)):
+                raise ConfigError(f"{name} of {type(self).__name__} must be a method, got {method!r:.80}")
+            if not takes(method, count):
+                words = f"must take {count} argument{'s' if count > 1 else ''}"
+                raise ConfigError(f"{name}{inspect.signature(method)} of {type(self).__name__} {words}")
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
         """The reward of the last answer: a number, or a dict of named numbers. A run trains on one name: its

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from agl_slime.errors import ConfigError, RewardError
+from agl_slime.support.ranges import takes
 from agl_slime.support.registry import Registry
 from agl_slime.support.threads import call_user_code
 from agl_slime.tokens.trajectory import Trajectory
@@ -34,7 +35,7 @@ LossScale: TypeAlias = Literal["default", "last_round"] | Callable[[list[dict[st
 
 def check_loss_scale(scale: Any) -> None:
     """Raise ``ConfigError`` when ``scale`` is no loss scale."""
-    if scale not in ("default", "last_round") and not callable(scale):
+    if scale not in ("default", "last_round") and not (callable(scale) and (takes(scale, 3) or takes(scale, 2))):
         raise ConfigError(f"loss_scale must be 'default', 'last_round' or a function, got {scale!r}")
 
 
@@ -82,9 +83,12 @@ orms: Registry[Any] = Registry("reward function")
 
 
 def check_functions(reward_functions: Sequence[Any]) -> None:
-    """Raise ``ConfigError`` for an unregistered name, and for what cannot be called."""
+    """Raise ``ConfigError`` for an unregistered name, and for what cannot be made or called."""
     for entry in reward_functions:
-        if not callable(orms[entry] if isinstance(entry, str) else entry):
+        function = orms[entry] if isinstance(entry, str) else entry
+        is_class = isinstance(function, type)
+        calls = any("__call__" in vars(base) for base in function.__mro__) if is_class else callable(function)
+        if not calls or (is_class and not takes(function, 0)):
             raise ConfigError(f"reward_functions has {entry!r:.80}: give classes, functions, or registered names")
 
 

@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 
 from agl_slime.agent.images import parts_with_images
 from agl_slime.errors import ConfigError, RolloutError
+from agl_slime.support.ranges import takes
 from agl_slime.support.threads import call_user_code, run_blocking
 from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.formats import types_of
@@ -96,9 +97,7 @@ class ToolManager:
     def register(self, tool: Any) -> None:
         """Add a tool. Raises ``ConfigError`` when it has no usable schema or its name is taken."""
         if isinstance(tool, type):
-            parameters = inspect.signature(tool).parameters.values()
-            wants_task = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-            tool = tool(self._task) if wants_task else tool()
+            tool = tool(*_arguments_of_class(tool, self._task))
         if hasattr(tool, "aclose"):
             self._open.append(tool)
         if self._closed:  # the rollout ended while the tool's constructor ran
@@ -172,6 +171,26 @@ class ToolManager:
             logger.warning("Tool %.100r could not be closed: %s: %s", tool, type(error).__name__, error)
 
 
+def check_tools(tools: Iterable[Any]) -> None:
+    """Raise ``ConfigError`` for tools of an agent that no rollout could register. Classes, which have the task of a
+    rollout, are not called."""
+    manager = ToolManager()
+    for tool in tools:
+        if not isinstance(tool, type):
+            manager.register(tool)
+        elif not takes(tool, len(_arguments_of_class(tool, {}))):
+            raise ConfigError(f"the constructor of tool {tool.__name__} must take the task or nothing")
+        elif isinstance(getattr(tool, "schema", None), Mapping):
+            _tool_of(tool)
+
+
+def _arguments_of_class(tool: type, task: Any) -> tuple[Any, ...]:
+    parameters = inspect.signature(tool).parameters.values()
+    return (
+        (task,) if any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters) else ()
+    )
+
+
 def _tool_of(tool: Any) -> _Tool:
     declared, function = getattr(tool, "schema", None), tool
     if by_name := declared is None and hasattr(tool, "tool_info"):  # twinkle's interface
@@ -179,11 +198,12 @@ def _tool_of(tool: Any) -> _Tool:
     if declared is not None:
         declared = declared() if callable(declared) else declared
         schema = declared.get("function", declared) if isinstance(declared, Mapping) else {}
-        if not isinstance(schema.get("name"), str) or not isinstance(schema.get("parameters", {}), Mapping):
+        parameters = schema.get("parameters") or {"type": "object", "properties": {}}
+        objects = isinstance(parameters, Mapping) and isinstance(parameters.get("properties", {}), Mapping)
+        if not isinstance(schema.get("name"), str) or not objects:
             raise ConfigError(f"the schema of a tool must have name, description and parameters, got {declared!r:.200}")
         if not callable(tool):
             raise ConfigError(f"tool {schema['name']!r} cannot be called; give its class a __call__")
-        parameters = schema.get("parameters") or {"type": "object", "properties": {}}
         schema = {**schema, "parameters": parameters}
         if by_name:  # a schema without properties takes any arguments, such as an environment's action
             function = lambda **arguments: tool(schema["name"], arguments)  # noqa: E731
@@ -203,7 +223,8 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments
     key = getattr(function, "__func__", function)  # methods of a rollout's object are new for each rollout
     if (cached := _inspections.get(key)) is not None:
         return cached
-    name = function.__name__
+    if not (name := function.__name__).isidentifier():
+        raise ConfigError(f"a tool must be a function with a name, got {function!r:.200}")
     description, described = _read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     try:

@@ -39,7 +39,7 @@ from agl_slime.tokens.images import Image
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.thinking import thinking_arguments
-from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.tokenizer import RENDERER_ARGUMENTS, ChatTokenizer
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and start time; called on the gateway's thread."""
@@ -49,9 +49,7 @@ MAX_REQUESTS = 10_000
 """Most requests of a rollout in all; more get 429."""
 _MAX_EMPTY_ANSWERS = 8
 # Arguments of apply_chat_template that clients may not set: a template is a program, others change the result's type.
-_RESERVED_KWARGS = frozenset(("chat_template", "conversation", "messages", "tools", "tokenize", "tokenizer_kwargs"))
-_RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
-_RESERVED_KWARGS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_RESERVED_KWARGS = RENDERER_ARGUMENTS | {"chat_template"}
 _MAX_STRAY_PATHS = 16  # unserved paths that are counted by name
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
+from numbers import Integral, Real
 from typing import Any
 
 from agl_slime.errors import SettingError
+
+_KINDS: dict[str, tuple[type, str]] = {"int": (Integral, "an integer"), "float": (Real, "a number")}
 
 
 def check_ranges(
@@ -14,9 +19,34 @@ def check_ranges(
     """Raise ``SettingError`` for the first field of ``settings`` out of its range.
 
     A range is (field names separated by spaces, predicate, the range in words). A predicate must be false for NaN.
-    ``None``, "not set", is always allowed. ``named`` turns a field's name into the user's name for it, such as a flag.
+    ``None``, "not set", is allowed where the field's annotation has it; an ``int`` or ``float`` must be one. ``named``
+    turns a field's name into the user's name for it, such as a flag.
     """
     for names, is_valid, words in ranges:
         for name in names.split():
-            if (value := getattr(settings, name)) is not None and not is_valid(value):
-                raise SettingError(named(name), f"must be {words}, got {value!r}")
+            value, annotation = getattr(settings, name), _annotation(type(settings), name)
+            if value is None and ("None" in annotation or not annotation):
+                continue
+            kind, kind_words = _KINDS.get(annotation.partition(" ")[0], (object, ""))
+            if not isinstance(value, kind) or (kind_words and isinstance(value, bool)):
+                raise SettingError(named(name), f"must be {kind_words}, got {value!r:.80}")
+            if not is_valid(value):
+                raise SettingError(named(name), f"must be {words}, got {value!r:.80}")
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether ``function``, or a class, can be called with ``count`` arguments; one without a signature is."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:  # a type of C
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+@cache
+def _annotation(owner: type, name: str) -> str:
+    """The annotation of a field as it is written in the first class that has one; empty without any."""
+    annotations = (vars(base).get("__annotations__", {}) for base in reversed(owner.__mro__))
+    return str(next((each[name] for each in annotations if name in each), ""))

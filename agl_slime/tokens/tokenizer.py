@@ -29,6 +29,12 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+RENDERER_ARGUMENTS = frozenset(("conversation", "messages", "tools", "tokenize", "tokenizer_kwargs", "padding"))
+RENDERER_ARGUMENTS |= {"add_generation_prompt", "continue_final_message", "truncation", "max_length"}
+RENDERER_ARGUMENTS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+"""Arguments of ``apply_chat_template`` that are not the template's."""
+
+
 def read_json_object(text: str, flag: str, *, example: str) -> dict[str, Any]:
     """The value of a setting that is a JSON object, or empty. Raises ``ConfigError``."""
     try:
@@ -42,7 +48,16 @@ def read_json_object(text: str, flag: str, *, example: str) -> dict[str, Any]:
 
 def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
     """Chat template arguments from a setting in JSON. Raises ``ConfigError``."""
-    return read_json_object(text, flag, example='{"preserve_thinking": true}')
+    kwargs = read_json_object(text, flag, example='{"preserve_thinking": true}')
+    check_template_kwargs(kwargs, flag)
+    return kwargs
+
+
+def check_template_kwargs(kwargs: Mapping[Any, Any], named: str) -> None:
+    """Raise ``ConfigError`` for a key that is no name, or an argument that the renderer sets itself."""
+    for key in kwargs:
+        if not isinstance(key, str) or key in RENDERER_ARGUMENTS:
+            raise ConfigError(f"{named} has {key!r:.80}, which is no argument of a chat template; leave it out")
 
 
 def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 import re
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -103,6 +104,24 @@ def test_a_declared_reward_that_the_first_reward_has_not_ends_the_run(engine: Sc
     assert time.monotonic() - began < 15
 
 
+def search(query: str) -> str:
+    return query
+
+
+class TwoArguments:
+    def __init__(self, task: Any, index: Any) -> None: ...
+
+
+class Unnamed:
+    schema: ClassVar[dict[str, Any]] = {"description": "without a name"}
+
+
+class Listed:
+    schema: ClassVar[dict[str, Any]] = {"name": "listed", "parameters": {"properties": ["query"]}}
+
+    def __call__(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "sentence"),
     [
@@ -111,7 +130,39 @@ def test_a_declared_reward_that_the_first_reward_has_not_ends_the_run(engine: Sc
         ("reward_functions", [0.5], "reward_functions has 0.5: give classes, functions, or registered names"),
         ("scheduler", "twice", "there is no scheduler 'twice'; there are "),
         ("tool_parser", "hermess", "there is no tool parser 'hermess'; there are "),
+        ("reward_functions", "accuracy", "reward_functions of HelloAgent must be a list or tuple, got 'accuracy'"),
         ("max_turns", 0, "max_turns of HelloAgent must be at least 1, got 0"),
+        ("max_turns", 1.5, "max_turns of HelloAgent must be an integer, got 1.5"),
+        ("max_trajectory_tokens", "4k", "max_trajectory_tokens of HelloAgent must be an integer, got '4k'"),
+        ("max_tool_result_chars", True, "max_tool_result_chars of HelloAgent must be an integer, got True"),
+        ("tool_timeout_s", None, "tool_timeout_s of HelloAgent must be a number, got None"),
+        ("stop_on_tool_error", "no", "stop_on_tool_error of HelloAgent must be True or False, got 'no'"),
+        (
+            "template_kwargs",
+            {"tokenize": True},
+            "template_kwargs of HelloAgent has 'tokenize', which is no argument of ",
+        ),
+        ("template_kwargs", {1: 2}, "template_kwargs of HelloAgent has 1, which is no argument of a chat template"),
+        ("template_kwargs", "x", "template_kwargs of HelloAgent must be a dict, got 'x'"),
+        ("image_settings", {"max_images": 2}, "image_settings of HelloAgent must be ImageSettings, got {'max_images"),
+        ("tools", "search", "tools of HelloAgent must be a list or tuple, got 'search'"),
+        ("tools", {"search": search}, "tools of HelloAgent must be a list or tuple, got {'search': "),
+        ("tools", ["search"], "a tool must be a function, a class or a callable object with a schema, got 'search'"),
+        ("tools", [lambda: "found"], "a tool must be a function with a name, got <function <lambda>"),
+        ("tools", [functools.partial(search, "x")], "a tool must be a function, a class or a callable object with a "),
+        ("tools", [search, search], "there are two tools named 'search'; names must differ"),
+        ("tools", [TwoArguments], "the constructor of tool TwoArguments must take the task or nothing"),
+        ("tools", [Unnamed], "the schema of a tool must have name, description and parameters, got {'description'"),
+        ("tools", [Listed()], "the schema of a tool must have name, description and parameters, got {'name'"),
+        ("reward_functions", [TwoArguments], "reward_functions has <class .*TwoArguments'>: give "),
+        ("loss_scale", lambda messages: 1, "loss_scale must be 'default', 'last_round' or a function, got <function"),
+        ("scheduler", 5, "scheduler of HelloAgent must be a MultiTurnScheduler, its class or registered name, got 5"),
+        ("chat_api", "http://x", "chat_api of HelloAgent must be a ChatApi, got 'http://x'"),
+        ("partial", True, "partial of HelloAgent must be PartialRollouts, got True"),
+        ("_sampling", {"temperature": 1}, "sampling of HelloAgent must be SamplingParams, got {'temperature': 1}"),
+        ("run", 5, "run of HelloAgent must be a method, got 5"),
+        ("compute_reward", lambda response: 1.0, r"compute_reward\(response\) of HelloAgent must take 2 arguments"),
+        ("build_prompt", lambda: "Hi", r"build_prompt\(\) of HelloAgent must take 1 argument"),
     ],
 )
 def test_an_agent_that_no_rollout_could_use_is_refused_at_the_start(

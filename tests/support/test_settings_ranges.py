@@ -10,6 +10,7 @@ import pytest
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.data.policy import MinimumViableGroup, RetryGroup
 from agl_slime.data.source import DataSourceSettings
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
@@ -24,12 +25,16 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
         *(("poll_interval_s", 0.0), ("flush_interval_s", 0.0), ("timeout_s", 0.0)),
         *(("heartbeat_interval_s", -1.0), ("lag_warning_s", -1.0)),
     ],
-    LoopSettings: [("num_iterations", 0), ("n_samples_per_prompt", -1), ("rollout_timeout_s", 0.0)],
+    LoopSettings: [
+        *(("num_iterations", 0), ("n_samples_per_prompt", -1), ("rollout_timeout_s", 0.0)),
+        *(("num_iterations", 1.5), ("max_attempts", True), ("rollout_timeout_s", "60"), ("save_interval", None)),
+    ],
     DataSourceSettings: [("get_timeout_s", 0), ("poll_interval_s", 0), ("get_timeout_s", math.nan)],
     ClientSettings: [("total_timeout_s", 0), ("backoff_cap_s", math.nan), ("max_attempts", 0), ("resume_limit", -1)],
     Retention: [("released_rollouts", -1), ("released_bytes", -1), ("unreleased_bytes", 0)],
     PipelineSettings: [("group_size", 0), ("reward_range", (1.0, 0.0)), ("min_valid_item_size_ratio", 0)],
-    GatewaySettings: [("max_turns", 0), ("branches", "some")],
+    GatewaySettings: [("max_turns", 0), ("branches", "some"), ("max_turns", 2.5), ("max_messages", "9")],
+    SamplingParams: [("max_new_tokens", 1.5), ("max_new_tokens", "16"), ("temperature", "hot"), ("top_k", True)],
     MinimumViableGroup: [("min_ratio", 0), ("timeout_s", 0), ("max_retries", -1)],
     RetryGroup: [("max_retries", -1)],
     LocalTrainerSettings: [
