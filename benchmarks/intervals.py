@@ -4,8 +4,8 @@
 
 For rewards of 0 and 1 the coverage is exact: the probability of all outcomes whose interval has the mean, the least
 over p from 0.02 to 0.98. For repeats of a task (means of k rewards of 0 and 1, whose probability differs from task to
-task by a beta distribution) and for paired differences it is the share of ``--tables`` draws, with a standard error of
-about 1 / sqrt(20 * tables).
+task by a beta distribution), for pass@4 of 8 such rewards and for paired differences it is the share of ``--tables``
+draws, with a standard error of about 1 / sqrt(20 * tables).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import fmean
 import numpy as np
 
 from agl_slime.support.intervals import estimate
+from agl_slime.tools.evaluation.statistics import pass_at_k
 
 Interval = Callable[[Sequence[float], bool], tuple[float, float]]
 SIZES = (16, 32, 64, 256)
@@ -67,6 +68,17 @@ def repeats(interval: Interval, n: int, tables: int) -> Iterator[tuple[float, fl
                 yield drawn(interval, lambda a=a, b=b, k=k: list(RNG.binomial(k, RNG.beta(a, b, n)) / k), mean, tables)
 
 
+def pass_rates(interval: Interval, n: int, tables: int) -> Iterator[tuple[float, float]]:
+    rates = np.array([pass_at_k(samples=8, passed=passed, k=4) for passed in range(9)])
+    for mean in (0.02, 0.1, 0.3, 0.5, 0.7, 0.9):
+        for spread in (0.2, 1.0, 10.0, 1000.0):
+
+            def draw(size: int, a: float = mean * spread, b: float = (1 - mean) * spread) -> np.ndarray:
+                return rates[RNG.binomial(8, RNG.beta(a, b, size))]
+
+            yield drawn(interval, lambda draw=draw: draw(n).tolist(), float(draw(1_000_000).mean()), tables)
+
+
 def paired(interval: Interval, n: int, tables: int) -> Iterator[tuple[float, float]]:
     for gained, lost in ((0.02, 0.0), (0.05, 0.0), (0.1, 0.02), (0.3, 0.1), (0.1, 0.1), (0.5, 0.0)):
         chances = [gained, lost, 1 - gained - lost]
@@ -93,6 +105,7 @@ def main() -> None:
         for name, rows in (
             ("0 and 1", lambda interval, n=n: exact(interval, n)),
             ("repeats", lambda interval, n=n: repeats(interval, n, tables)),
+            ("pass@4 of 8", lambda interval, n=n: pass_rates(interval, n, tables)),
             ("differences", lambda interval, n=n: paired(interval, n, tables)),
         ):
             print(f"| {n} | {name} | {cell(rows(ours))} | {cell(rows(bootstrap))} |", flush=True)

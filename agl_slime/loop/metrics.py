@@ -144,9 +144,10 @@ def eval_metrics(members: Sequence[MemberResult], *, first: Mapping[str, float] 
     """``val/…`` of a validation's rollouts: means over tasks with their intervals. ``first`` are the rewards by task of
     the validation from which the difference counts."""
     by_task = reward_by_task(members)
-    interval = estimate([*by_task.values()])
+    rewards = [*(first or {}).values(), *(member.reward for member in members if member.reward is not None)]
+    interval = estimate([*by_task.values()], rewards=rewards)
     mean, *bounds = (None,) * 3 if interval is None else (interval.mean, interval.low, interval.high)
-    difference = paired_difference(first or {}, by_task)
+    difference = paired_difference(first or {}, by_task, rewards=rewards)
     differences = () if difference is None else (difference.mean, difference.low, difference.high)
     failures = Counter(member.failure for member in members if not member.ok)
     return {

@@ -40,9 +40,9 @@ def pass_rates(rewards: TaskRewards, *, limit: float, k: int) -> dict[int, float
 
 def sum_up(rewards: TaskRewards, *, limit: float, k: int) -> dict[str, Any]:
     """Mean reward, pass@1 and pass@k, each with its interval and number of tasks."""
-    values = {"reward": task_means(rewards)}
-    values |= {f"pass@{size}": pass_rates(rewards, limit=limit, k=size) for size in sorted({1, k})}
-    return {name: _fields(estimate([*by_task.values()])) for name, by_task in values.items()}
+    rates = {f"pass@{size}": pass_rates(rewards, limit=limit, k=size) for size in sorted({1, k})}
+    mean = estimate([*task_means(rewards).values()], rewards=_flat(rewards))
+    return {"reward": _fields(mean), **{name: _fields(estimate([*rate.values()])) for name, rate in rates.items()}}
 
 
 def compare(old: TaskRewards, new: TaskRewards, *, limit: float) -> dict[str, Any]:
@@ -51,11 +51,15 @@ def compare(old: TaskRewards, new: TaskRewards, *, limit: float) -> dict[str, An
     old_rates, new_rates = (pass_rates(rewards, limit=limit, k=1) for rewards in (old, new))
     common = sorted(old_rates.keys() & new_rates.keys())
     return {
-        "reward": _fields(paired_difference(task_means(old), task_means(new))),
+        "reward": _fields(paired_difference(task_means(old), task_means(new), rewards=[*_flat(old), *_flat(new)])),
         "pass@1": _fields(paired_difference(old_rates, new_rates)),
         "gained": [task for task in common if old_rates[task] < 0.5 <= new_rates[task]],
         "lost": [task for task in common if new_rates[task] < 0.5 <= old_rates[task]],
     }
+
+
+def _flat(rewards: TaskRewards) -> list[float]:
+    return [reward for values in rewards.values() for reward in values]
 
 
 def _fields(value: Estimate | None) -> dict[str, Any] | None:
