@@ -67,7 +67,7 @@ def normalize_rewards(
 
 
 def normalization_key(sample: Sample, part: str | None = None) -> tuple[Hashable, Hashable]:
-    """The group and the rollout by which to normalise a reward. ``part`` names the rewarded part (``TurnReward.of``);
+    """The group and the rollout by which to normalise a reward. ``part`` is a ``TurnReward.target``;
     its default is the sample's ``metadata["reward_of"]``. A reward of one turn is compared with the rewards of turns of
     the same role in the group, or of the group's other single turns."""
     part = str((sample.metadata or {}).get("reward_of", "")) if part is None else part

@@ -17,14 +17,14 @@ def match_end(written: str, text: str, done: int = 0) -> int | None:
     are the same. ``None`` if ``written`` does not begin with ``text``."""
     if written.startswith(text):
         return len(text)
-    wanted = squash(text[done:])
-    at, shared = done, 0
+    squashed = squash(text[done:])
+    position, shared = done, 0
     for blank in _BLANK.finditer(written, done):
-        piece = written[at : blank.start()]
-        if shared + len(piece) >= len(wanted):
+        piece = written[position : blank.start()]
+        if shared + len(piece) >= len(squashed):
             break
-        if not wanted.startswith(piece, shared):
+        if not squashed.startswith(piece, shared):
             return None
-        at, shared = blank.end(), shared + len(piece)
-    end = at + len(wanted) - shared
-    return end if written[at:end] == wanted[shared:] else None
+        position, shared = blank.end(), shared + len(piece)
+    end = position + len(squashed) - shared
+    return end if written[position:end] == squashed[shared:] else None

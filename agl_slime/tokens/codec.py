@@ -173,9 +173,9 @@ class TokenBuffer:
             self._ids[:length] = old[:length]
             self._length = length
 
-    def prompt(self, kept: int, added: Sequence[int]) -> PromptIds:
-        """The first ``kept`` ids, then ``added``."""
-        return PromptIds(_frozen(np.concatenate((self._ids[:kept], np.array(added, dtype=np.int32)))))
+    def prompt(self, keep: int, added: Sequence[int]) -> PromptIds:
+        """The first ``keep`` ids, then ``added``."""
+        return PromptIds(_frozen(np.concatenate((self._ids[:keep], np.array(added, dtype=np.int32)))))
 
     @property
     def ids(self) -> TokenArray:

@@ -59,9 +59,9 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt: ids ``[:kept]`` of the last prompt and answer, then ``added``."""
+    """A prompt: ids ``[:keep]`` of the last prompt and answer, then ``added``."""
 
-    kept: int
+    keep: int
     added: tuple[int, ...]
     history_end: int  # as in ``SampledTurn``
     open_boundaries: int
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def length(self) -> int:
-        return self.kept + len(self.added)
+        return self.keep + len(self.added)
 
 
 # Tokenizing takes about a millisecond per this many characters; a longer text is worth a thread.
@@ -86,9 +86,9 @@ class ChatContext:
     continues its text. ``forks`` counts forked prompts by reason; ``open_boundaries`` counts open token boundaries.
     ``kept_tokens`` is the number of tokens that the last answered prompt shared with the prompt and answer before it,
     and ``fork`` the reason if that was not all of them. With ``keep_stop_token`` an answer that ended with a stop token
-    is continued after that token; without it, removing the token is a fork. ``copies=False`` promises that nobody edits
-    a message, only lists of messages: none is copied to detect edits, and answers that were not sampled here are
-    expected in parts, from a client. ``reader`` splits answers into parts, by default the template's own.
+    is continued after that token; without it, removing the token is a fork. With ``copies=False`` messages are not
+    copied to detect edits, as only lists of messages are edited, and answers that were not sampled here are expected in
+    parts, from a client. ``reader`` splits answers into parts, by default the template's own.
 
     The content of an answer's message is the whole sampled text, for people and agents; the template gets its parts in
     the fields that it reads.
@@ -156,11 +156,11 @@ class ChatContext:
         plan = make()
         new = self.messages[unchanged:]
         self._last_prompt = plan, [*self._history[:unchanged], *(map(dict, new) if self._copies else new)]
-        return self._tokens.prompt(plan.kept, plan.added)
+        return self._tokens.prompt(plan.keep, plan.added)
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, the result of the last ``prompt_ids()``."""
-        plan, asked = self._last_prompt or (None, [])
+        plan, prompt_messages = self._last_prompt or (None, [])
         if plan is None or plan.length != len(prompt_ids):
             last = f"of {plan.length} tokens" if plan else "and there is none"
             raise ConfigError(
@@ -168,47 +168,47 @@ class ChatContext:
             )
         self._last_prompt = None
         self.kept_tokens, self.fork = self._compare_prompt(plan, prompt_ids)
-        while self._turns and self._turns[-1].end > plan.kept:
+        while self._turns and self._turns[-1].end > plan.keep:
             self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
             self._digest = TextDigest(plan.rendering.text)
         elif plan.more_text:
             self._digest.add(*plan.more_text)
-        self._tokens.cut(plan.kept)
+        self._tokens.cut(plan.keep)
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
         self.open_boundaries += plan.open_boundaries
         if self.fork is not None:
             self.forks[self.fork] += 1
             explain_once(self.fork, self._thinking_hint if self.fork is ForkReason.DROPPED_THINKING else str)
-        continues = _continues(asked)
-        continued = _content(asked[-1]) if continues else ""
+        continues = _continues(prompt_messages)
+        continued = _content(prompt_messages[-1]) if continues else ""
         begun = self.messages.pop() if continues else {"role": "assistant"}
         message: Message = {**begun, "content": continued + answer_text(generation)}
         self._answers.add_sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
-        history = [*(asked[:-1] if continues else asked), message]
+        history = [*(prompt_messages[:-1] if continues else prompt_messages), message]
         self._turns.append(
             SampledTurn(
                 len(history), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.history_end
             )
         )
-        at = shared_length(history, self._history)
-        self._history[at:] = map(_copy_of, history[at:]) if self._copies else history[at:]
-        del self._users[bisect_left(self._users, at) :]
-        self._users += [place for place in range(at, len(history)) if history[place].get("role") == "user"]
+        unchanged = shared_length(history, self._history)
+        self._history[unchanged:] = map(_copy_of, history[unchanged:]) if self._copies else history[unchanged:]
+        del self._users[bisect_left(self._users, unchanged) :]
+        self._users += [place for place in range(unchanged, len(history)) if history[place].get("role") == "user"]
         return message
 
     def branch(self, messages: Sequence[Mapping[str, Any]]) -> ChatContext:
         """Another conversation with these tokens: its next prompt keeps the part that is in ``messages``."""
-        other = copy.copy(self)
-        other.messages = [dict(message) for message in messages]
-        other.forks, other.open_boundaries, other._last_prompt = Counter(), 0, None
-        other._turns, other._history, other._digest = [*self._turns], [*self._history], self._digest.copy()
-        other._users = [*self._users]
-        other._tokens = TokenBuffer(self.token_ids)
-        return other
+        branch = copy.copy(self)
+        branch.messages = [dict(message) for message in messages]
+        branch.forks, branch.open_boundaries, branch._last_prompt = Counter(), 0, None
+        branch._turns, branch._history, branch._digest = [*self._turns], [*self._history], self._digest.copy()
+        branch._users = [*self._users]
+        branch._tokens = TokenBuffer(self.token_ids)
+        return branch
 
     # -- the next prompt -----------------------------------------------------------------------------------------------
 
@@ -251,32 +251,31 @@ class ChatContext:
         return replace(plan, more_text=(addition.answer, addition.text))
 
     def _full_addition(
-        self, messages: Sequence[Message], turn: SampledTurn, *, new: int, asked: Rendering | None = None
+        self, messages: Sequence[Message], turn: SampledTurn, *, new: int, prompt: Rendering | None = None
     ) -> Addition | RewrittenHistory:
         """The template's addition after the answer of ``turn``, for these messages, the last ``new`` of them new."""
         answer = self.messages[turn.n_messages - 1]
-        given = self._answers.convert(answer)
-        thinking = str(given.message.get(self._template.fields.thinking or "") or "")
-        sampled = SampledAnswer(_content(answer), turn.stop_text, given.closed, thinking)
-        given = self._given(messages, turn.end)
-        return self._template.addition(given, len(messages) - new, sampled, asked=asked)
+        converted = self._answers.convert(answer)
+        thinking = str(converted.message.get(self._template.fields.thinking or "") or "")
+        sampled = SampledAnswer(_content(answer), turn.stop_text, converted.closed, thinking)
+        return self._template.addition(self._converted(messages, turn.end), len(messages) - new, sampled, prompt=prompt)
 
-    def _given(self, messages: Sequence[Message], kept: int) -> list[Message]:
-        """``messages`` in the template's fields, after the first ``kept`` ids."""
-        turns = (turn for turn in self._turns if turn.end <= kept)
+    def _converted(self, messages: Sequence[Message], keep: int) -> list[Message]:
+        """``messages`` in the template's fields, after the first ``keep`` ids."""
+        turns = (turn for turn in self._turns if turn.end <= keep)
         return self._answers.messages(messages, lambda: {id(self.messages[turn.n_messages - 1]) for turn in turns})
 
     def _addition(self, messages: Sequence[Message], turn: SampledTurn) -> Addition | RewrittenHistory:
         """The template's addition after the answer of ``turn``, from a window of the history where that is exact (see
         the module ``template``)."""
         answered = turn.n_messages
-        before, new = messages[: answered - 1], messages[answered:]
-        window = history_window(before, new, self._users) if self._windows_exact else before
-        if len(window) == len(before):
-            return self._full_addition(messages, turn, new=len(new), asked=self._rendering)
-        shown = [*window, *messages[answered - 1 :]]
-        by_window = self._full_addition(shown, turn, new=len(new))
-        step = frozenset(pairwise(message.get("role") for message in shown))
+        history, new = messages[: answered - 1], messages[answered:]
+        window = history_window(history, new, self._users) if self._windows_exact else history
+        if len(window) == len(history):
+            return self._full_addition(messages, turn, new=len(new), prompt=self._rendering)
+        windowed = [*window, *messages[answered - 1 :]]
+        by_window = self._full_addition(windowed, turn, new=len(new))
+        step = frozenset(pairwise(message.get("role") for message in windowed))
         if step in self._checked_steps and len(messages) < 2 * self._rendered_at:
             return replace(by_window, rendering=None) if isinstance(by_window, Addition) else by_window
         self._checked_steps |= {step}
@@ -307,13 +306,13 @@ class ChatContext:
         """A prompt that keeps the longest prefix that the template still renders in the same way, and renders the rest.
         The first ``unchanged`` messages are as they were."""
         base = self._base
-        given = self._answers.messages(base)
-        whole = self._template.render(given, generation_prompt=False)
+        messages = self._answers.messages(base)
+        whole = self._template.render(messages, generation_prompt=False)
         unchanged = min(unchanged, len(base))
         turns = [turn for turn in self._turns if turn.history_end and turn.n_messages - 1 <= unchanged]
 
         def rewritten(turn: SampledTurn) -> bool:
-            return not whole.startswith(self._template.render(given[: turn.n_messages - 1], generation_prompt=False))
+            return not whole.startswith(self._template.render(messages[: turn.n_messages - 1], generation_prompt=False))
 
         n_same = bisect_left(turns, True, key=rewritten)  # after the first rewritten prompt all are
         if not n_same:
@@ -327,12 +326,12 @@ class ChatContext:
 
     def _rendered(self, turn: SampledTurn | None = None) -> Plan:
         """The conversation as the template renders it, after the kept history of ``turn``."""
-        given = self._given(self._base, turn.start if turn else 0)
-        rendered = self._template.render_prompt(given)
+        converted = self._converted(self._base, turn.start if turn else 0)
+        rendered = self._template.render_prompt(converted)
         keep = skip = 0
         if turn is not None:
             keep = turn.history_end
-            skip = len(self._template.render(given[: turn.n_messages - 1], generation_prompt=False))
+            skip = len(self._template.render(converted[: turn.n_messages - 1], generation_prompt=False))
         return self._joined(keep, rendered.text[skip:], rendered.generation_prompt or "", rendered)
 
     def _joined(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
@@ -343,12 +342,12 @@ class ChatContext:
         history_end, boundaries, added = 0, 0, []
         pieces = (text, generation_prompt, partial) if apart else (text + generation_prompt, partial)
         for number, piece in enumerate(pieces):
-            before = added or self.token_ids[:keep]
-            cache = self._template.generation_prompt_ids if apart and number == 1 and len(before) else {}
-            if (encoded := cache.get(key := (piece, int(before[-1]) if len(before) else -1))) is None:
+            previous = added or self.token_ids[:keep]
+            cache = self._template.generation_prompt_ids if apart and number == 1 and len(previous) else {}
+            if (encoded := cache.get(key := (piece, int(previous[-1]) if len(previous) else -1))) is None:
                 if len(cache) >= _MAX_GENERATION_PROMPTS:
                     cache.clear()
-                encoded = cache[key] = self._encode_after(piece, before)
+                encoded = cache[key] = self._encode_after(piece, previous)
             ids, boundary = encoded
             added += ids
             boundaries += boundary
@@ -368,12 +367,12 @@ class ChatContext:
         length = len(self._tokens)
         if plan.fork is None:
             return length, None
-        kept = common_prefix(self.token_ids, token_array(prompt_ids))
-        if kept == length:
+        shared = common_prefix(self.token_ids, token_array(prompt_ids))
+        if shared == length:
             return length, None
-        nothing_sampled = kept <= self._turns[0].start and kept < len(prompt_ids)
+        nothing_sampled = shared <= self._turns[0].start and shared < len(prompt_ids)
         new = plan.fork is ForkReason.BRANCH and nothing_sampled
-        return kept, ForkReason.NEW_CONTEXT if new else plan.fork
+        return shared, ForkReason.NEW_CONTEXT if new else plan.fork
 
     def _thinking_hint(self) -> str:
         setting = thinking_argument(self._template)
@@ -381,20 +380,20 @@ class ChatContext:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _encode_after(self, text: str, before: Sequence[int] | TokenArray) -> tuple[list[int], int]:
-        """``text`` as ids that follow ``before``, and 1 if a merge might have reached across the boundary."""
+    def _encode_after(self, text: str, previous: Sequence[int] | TokenArray) -> tuple[list[int], int]:
+        """``text`` as ids that follow ``previous``, and 1 if a merge might have reached across the boundary."""
         if not text:
             return [], 0
-        if len(before):
+        if len(previous):
             # encoded behind its left neighbour: a tokenizer may treat the beginning of a text in a special way (put a
             # blank before the first word)
-            last = int(before[-1])
+            last = int(previous[-1])
             both = self._encode(self._tokenizer.decode([last], skip_special_tokens=False) + text)
             if both[:1] == [last]:
                 return both[1:], 0
-        special = not len(before) and self._template.begins_with_special_tokens
+        special = not len(previous) and self._template.begins_with_special_tokens
         ids = self._encode(text, add_special_tokens=special)
-        return ids, int(len(before) > 0 and not self._template.begins_with_added_token(text))
+        return ids, int(len(previous) > 0 and not self._template.begins_with_added_token(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if not text.isascii():  # tokenizers refuse a lone surrogate (of a file's name, of JSON that was cut)
@@ -466,15 +465,15 @@ class TextDigest:
         self._digest.update(complete.encode("utf-8", "surrogatepass"))
 
     def copy(self) -> TextDigest:
-        other = TextDigest(*self._pieces)
-        other._digest = self._digest.copy()
-        return other
+        duplicate = TextDigest(*self._pieces)
+        duplicate._digest = self._digest.copy()
+        return duplicate
 
-    def matches(self, text: str, *more: str) -> bool:
-        """Whether the digested text, followed by ``more``, is ``text``."""
-        mine, others = self.copy(), TextDigest()
-        mine.add(*more)
-        others.add(text)
-        for one in (mine, others):  # with the text that the next piece could make an empty block of
-            one._digest.update(one._pieces[0].encode("utf-8", "surrogatepass"))
-        return mine._digest.digest() == others._digest.digest()
+    def matches(self, text: str, *following: str) -> bool:
+        """Whether the digested text, with ``following``, is ``text``."""
+        digested, expected = self.copy(), TextDigest()
+        digested.add(*following)
+        expected.add(text)
+        for digest in (digested, expected):  # with the text that the next piece could make an empty block of
+            digest._digest.update(digest._pieces[0].encode("utf-8", "surrogatepass"))
+        return digested._digest.digest() == expected._digest.digest()

@@ -185,13 +185,13 @@ def convert_trajectory(
         details = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
         reward, rewards = trajectory.reward, dict(trajectory.rewards)
         if split_by and (rewarded := split_by.get(segment.placements[0].turn)) is not None:
-            reward, details["reward_of"] = rewarded.primary, rewarded.of
+            reward, details["reward_of"] = rewarded.primary, rewarded.target
             rewards = {**rewarded.named, **({reward_key: reward} if reward_key else {})}
         elif turn_rewards and reward_spans:
             details["reward_spans"] = [
-                [one.of, one.primary, at.start - segment.prompt_length, at.end - segment.prompt_length]
-                for at in segment.placements
-                if (one := turn_rewards.get(at.turn)) is not None
+                [scored.target, scored.primary, place.start - segment.prompt_length, place.end - segment.prompt_length]
+                for place in segment.placements
+                if (scored := turn_rewards.get(place.turn)) is not None
             ]
         fields = _fields(segment, trajectory, tokenizer, {**common, **details}, with_log_probs=with_log_probs)
         sample = sample_from_fields(
@@ -222,14 +222,14 @@ def _split_by_reward(
 ) -> list[Segment]:
     """The segments of turns that share a reward, with all other turns as context. The first part of each segment in
     ``whole`` keeps its fork reason."""
-    of = [rewards[turn].of if turn in rewards else None for turn in range(len(trajectory.turns))]
+    targets = [rewards[turn].target if turn in rewards else None for turn in range(len(trajectory.turns))]
     segments: list[Segment] = []
-    for one in dict.fromkeys(of):
-        others = {turn for turn, other in enumerate(of) if other != one}
-        segments += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
+    for target in dict.fromkeys(targets):
+        context = {turn for turn, turn_target in enumerate(targets) if turn_target != target}
+        segments += merge_turns(trajectory.turns, tokenizer, untrained=context.union(untrained))
     segments.sort(key=lambda segment: segment.placements[0].turn)
     first = {segment.placements[0].turn for segment in whole}
-    return [one if one.placements[0].turn in first else replace(one, fork_reason=None) for one in segments]
+    return [part if part.placements[0].turn in first else replace(part, fork_reason=None) for part in segments]
 
 
 def rollout_to_samples(
@@ -314,7 +314,7 @@ def _fields(
 ) -> dict[str, Any]:
     """The fields of a segment's Sample. ``metadata`` has JSON values only, because slime logs and saves it; its spans
     are over the response's tokens, end exclusive."""
-    turns = [trajectory.turns[at.turn] for at in segment.placements]
+    turns = [trajectory.turns[place.turn] for place in segment.placements]
     start, tokens = segment.prompt_length, segment.token_ids.tolist()
     mask = segment.loss_mask[start:]
     log_probs = segment.log_probs[start:] if with_log_probs and segment.log_probs is not None else None
@@ -327,15 +327,15 @@ def _fields(
         "stop_reason": stop_reason,
         "turns": len(turns),
         "fork_reason": None if segment.fork_reason is None else segment.fork_reason.value,
-        "turn_spans": [[at.start - start, at.end - start] for at in segment.placements],
+        "turn_spans": [[place.start - start, place.end - start] for place in segment.placements],
         "weight_spans": [
-            [span.version, at.start - start + span.start, at.start - start + span.end]
-            for at, turn in zip(segment.placements, turns, strict=True)
+            [span.version, place.start - start + span.start, place.start - start + span.end]
+            for place, turn in zip(segment.placements, turns, strict=True)
             for span in turn.weight_versions
         ],
     }
     info = getattr(Sample, "PrefixCacheInfo", None)  # not in the oldest slime
-    cached, asked = sum(turn.cached_tokens for turn in turns), sum(len(turn.prompt_ids) for turn in turns)
+    cached, prompt_tokens = sum(turn.cached_tokens for turn in turns), sum(len(turn.prompt_ids) for turn in turns)
     if turns[0].messages is not None:
         prompt: str | list[Any] = [dict(message) for message in turns[0].messages]
     else:
@@ -365,6 +365,6 @@ def _fields(
         "response": "".join(turn.text for turn in turns) if response is None else response,
         "status": Sample.Status.TRUNCATED if truncated else Sample.Status.COMPLETED,
         "weight_versions": list(dict.fromkeys(span.version for turn in turns for span in turn.weight_versions)),
-        "prefix_cache_info": None if info is None else info(cached_tokens=cached, total_prompt_tokens=asked),
+        "prefix_cache_info": None if info is None else info(cached_tokens=cached, total_prompt_tokens=prompt_tokens),
         "metadata": metadata,
     }

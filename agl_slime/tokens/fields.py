@@ -82,25 +82,25 @@ class AnswerFields:
 
     def convert(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> TemplateAnswer:
         """The message of an answer with this text, which is the content if the template has no other fields."""
-        parts = reader.read(text, ids)
-        if len(parts.calls) > self.calls and self.calls < 2:
-            parts = replace(reader, parser=None, tokenizer=None).read(text)
-        calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
+        answer = reader.read(text, ids)
+        if len(answer.calls) > self.calls and self.calls < 2:
+            answer = replace(reader, parser=None, tokenizer=None).read(text)
+        calls = [_call(call.name, call.id, call.arguments) for call in answer.calls]
         message: Message = {"role": "assistant", "content": text}
-        if self.thinking is not None and (parts.reasoning is not None or reader.channels):
-            message["content"] = parts.content
-            if parts.reasoning:
-                message[self.thinking] = parts.reasoning
-        elif self.thinking is None and parts.reasoning is not None and not parts.reasoning_closed and reader.opened:
+        if self.thinking is not None and (answer.reasoning is not None or reader.channels):
+            message["content"] = answer.content
+            if answer.reasoning:
+                message[self.thinking] = answer.reasoning
+        elif self.thinking is None and answer.reasoning is not None and not answer.reasoning_closed and reader.opened:
             message["content"] = f"{text}\n{self.marks[1]}\n\n"  # else the thinking would be read as content
         elif calls:
-            message["content"] = self._with_thinking(text, parts)
+            message["content"] = self._with_thinking(text, answer)
         if calls:
             message["tool_calls"] = calls
             if self.thinking in message and not self.content_beside:
                 message["content"] = ""  # harmony writes the thinking in its place
         moved = message["content"] if calls and self.moves_content else ""
-        return TemplateAnswer(message, parts.reasoning_closed, moved)
+        return TemplateAnswer(message, answer.reasoning_closed, moved)
 
     def without_thinking(self, message: Message) -> Message:
         """``message`` without its thinking."""
@@ -118,17 +118,17 @@ class AnswerFields:
         name = self.thinking
         if name is None or name in message or message.get("role") != "assistant":
             return message
-        thought = next((message[one] for one in REASONING if message.get(one)), None)
+        thought = next((message[field] for field in REASONING if message.get(field)), None)
         return message if thought is None else {**message, name: thought}
 
-    def _with_thinking(self, text: str, parts: AnswerParts) -> str:
+    def _with_thinking(self, text: str, answer: AnswerParts) -> str:
         """The content of an answer whose thinking has no field: the sampled thinking, then the rest without calls."""
-        if parts.reasoning is None:
-            return parts.content
-        before, mark, _ = text.partition(self.marks[1])
-        if parts.reasoning and not before.rstrip().endswith(parts.reasoning):  # a call ended the thinking
-            before, mark = text[: text.find(parts.reasoning) + len(parts.reasoning)], self.marks[1]
-        return f"{before}{mark}\n\n{parts.content}" if mark else text
+        if answer.reasoning is None:
+            return answer.content
+        thinking, mark, _ = text.partition(self.marks[1])
+        if answer.reasoning and not thinking.rstrip().endswith(answer.reasoning):  # a call ended the thinking
+            thinking, mark = text[: text.find(answer.reasoning) + len(answer.reasoning)], self.marks[1]
+        return f"{thinking}{mark}\n\n{answer.content}" if mark else text
 
     def _writes(self, words: str, fields: Mapping[str, Any]) -> bool:
         """Whether the rendering of a probe with ``fields`` has ``words``."""

@@ -60,8 +60,8 @@ class ModelCall:
     def has_text(self) -> bool:
         """Whether there are messages and an answer, readable or not."""
         attributes = self.span.attributes
-        asked = names.INPUT_MESSAGES in attributes or any(map(_ASKED.match, attributes))
-        return asked and (names.OUTPUT_MESSAGES in attributes or any(map(_ANSWERED.match, attributes)))
+        has_prompt = names.INPUT_MESSAGES in attributes or any(map(_ASKED.match, attributes))
+        return has_prompt and (names.OUTPUT_MESSAGES in attributes or any(map(_ANSWERED.match, attributes)))
 
     def turn(self) -> Turn:
         """The turn with the span's ids. ``TraceError`` when its log-probs do not fit them."""
@@ -95,15 +95,15 @@ class ModelCall:
         with more than text and tool calls."""
         attributes = self.span.attributes
         if names.INPUT_MESSAGES in attributes:
-            asked = [*_in_json(attributes, names.SYSTEM_INSTRUCTIONS), *_in_json(attributes, names.INPUT_MESSAGES)]
+            prompt = [*_in_json(attributes, names.SYSTEM_INSTRUCTIONS), *_in_json(attributes, names.INPUT_MESSAGES)]
         else:
-            asked = _unflatten(attributes, names.LEGACY_PROMPT)
+            prompt = _unflatten(attributes, names.LEGACY_PROMPT)
         if names.OUTPUT_MESSAGES in attributes:
-            return asked, _in_json(attributes, names.OUTPUT_MESSAGES)
-        return asked, _unflatten(attributes, names.LEGACY_COMPLETION)
+            return prompt, _in_json(attributes, names.OUTPUT_MESSAGES)
+        return prompt, _unflatten(attributes, names.LEGACY_COMPLETION)
 
     def _build_turn(
-        self, prompt_ids: Any, response_ids: Any, messages: list[ChatMessage], answers: list[ChatMessage], **more: Any
+        self, prompt_ids: Any, response_ids: Any, messages: list[ChatMessage], answers: list[ChatMessage], **rest: Any
     ) -> Turn:
         cached = self.span.attributes.get(names.USAGE_CACHED_TOKENS)
         began, ended = self.span.start_time, self.span.end_time
@@ -116,7 +116,7 @@ class ModelCall:
             text=str(answers[0].get("content") or "") if answers else "",
             messages=tuple(messages) or None,
             latency_s=max(0.0, ended - began) if began is not None and ended is not None else 0.0,
-            **more,
+            **rest,
         )
 
     def _finish_reason(self, answers: list[ChatMessage]) -> str:
@@ -158,17 +158,17 @@ def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | 
         (call for call in candidates if call.has_ids or call.has_text), key=lambda call: not call.has_ids
     ):
         span_id, above = call.span.span_id, [span.span_id for span in _ancestors(call.span, by_id)]
-        if call.request_id in request_ids or any(_is_reward(by_id[at]) for at in above):
+        if call.request_id in request_ids or any(_is_reward(by_id[ancestor]) for ancestor in above):
             continue
         nested = [
             *near.get(span_id, ()),
-            *(other for at in above for other in near.get(at, ()) if other.span.span_id == at),
+            *(outer for ancestor in above for outer in near.get(ancestor, ()) if outer.span.span_id == ancestor),
         ]
-        if any(not (call.request_id and other.request_id) for other in nested):
+        if any(not (call.request_id and near_call.request_id) for near_call in nested):
             continue
         taken.append(call)
-        for at in (span_id, *above):
-            near.setdefault(at, []).append(call)
+        for related_id in (span_id, *above):
+            near.setdefault(related_id, []).append(call)
         if call.request_id:
             request_ids.add(call.request_id)
     return taken
@@ -178,14 +178,14 @@ def _may_be_call(span: Span) -> bool:
     attributes = span.attributes
     if is_packed(attributes) or attributes.get(names.OPERATION_NAME) not in _MODEL_OPERATIONS:
         return False
-    asked = (names.LIST_PROMPT_IDS, _LITELLM, names.INPUT_MESSAGES, names.LEGACY_PROMPT)
-    return any(name.startswith(asked) for name in attributes)
+    prefixes = (names.LIST_PROMPT_IDS, _LITELLM, names.INPUT_MESSAGES, names.LEGACY_PROMPT)
+    return any(name.startswith(prefixes) for name in attributes)
 
 
 def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
-    seen = {span.span_id}
-    while (above := by_id.get(span.parent_id or "")) is not None and above.span_id not in seen:
-        seen.add(above.span_id)
+    visited = {span.span_id}
+    while (above := by_id.get(span.parent_id or "")) is not None and above.span_id not in visited:
+        visited.add(above.span_id)
         yield above
         span = above
 
@@ -277,12 +277,12 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    parts = _literal(content) if isinstance(content, str) and content.startswith("[{") else content
-    if isinstance(parts, list) and all(isinstance(part, Mapping) and "type" in part for part in parts):
-        other = next((part["type"] for part in parts if part["type"] != "text"), None)
-        if other is not None:
-            raise TraceError(f"a message has a part of type {other!r}; only text can be re-tokenized")
-        return "".join(str(part.get("text", "")) for part in parts)
+    content_parts = _literal(content) if isinstance(content, str) and content.startswith("[{") else content
+    if isinstance(content_parts, list) and all(isinstance(part, Mapping) and "type" in part for part in content_parts):
+        unsupported = next((part["type"] for part in content_parts if part["type"] != "text"), None)
+        if unsupported is not None:
+            raise TraceError(f"a message has a part of type {unsupported!r}; only text can be re-tokenized")
+        return "".join(str(part.get("text", "")) for part in content_parts)
     return "" if content is None else str(content)
 
 

@@ -83,35 +83,35 @@ def refine_fork(fork: ForkReason | None, by_messages: ForkReason | None) -> Fork
     return fork if fork in (None, *_BY_TEMPLATE) else by_messages or fork
 
 
-def classify_fork(turn: Any, before: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
-    """Why a turn (``trace.turn.Turn``) extends no segment of the turns ``before`` it: the turn's own reason, else by
+def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
+    """Why a turn (``trace.turn.Turn``) extends no segment of ``earlier_turns``: the turn's own reason, else by
     tokens and text."""
     if turn.base_turn is not None:
         return turn.fork or ForkReason.BRANCH  # another turn has already extended that turn
     prompt = turn.prompt_ids
-    earlier = [(other, other.token_ids) for other in before if len(other.response_ids)]
+    earlier = [(previous, previous.token_ids) for previous in earlier_turns if len(previous.response_ids)]
     shared = [common_prefix(tokens, prompt) for _, tokens in earlier]
     longest = max(shared)
     if longest == len(prompt):
         return ForkReason.BRANCH
     # the longest earlier turn that the prompt extends
-    kept = max((n for n, (_, tokens) in zip(shared, earlier, strict=True) if n == len(tokens)), default=0)
-    rest = prompt[kept:]
+    extended = max((n for n, (_, tokens) in zip(shared, earlier, strict=True) if n == len(tokens)), default=0)
+    rest = prompt[extended:]
     # the answers after the divergence in the most recent conversation that shares the prefix
     latest = next(tokens for n, (_, tokens) in zip(reversed(shared), reversed(earlier), strict=True) if n == longest)
     beyond = [
-        other for other, tokens in reversed(earlier) if common_prefix(tokens, latest) == len(tokens) > longest > 0
+        previous for previous, tokens in reversed(earlier) if common_prefix(tokens, latest) == len(tokens) > longest > 0
     ]
-    lost = sorted(beyond, key=lambda other: other.length)
+    lost = sorted(beyond, key=lambda previous: previous.length)
     if lost:
         if tokenizer is not None:
-            drift = _rendering_drift(lost[0].token_ids[kept:], rest, tokenizer)
+            drift = _rendering_drift(lost[0].token_ids[extended:], rest, tokenizer)
             if drift is not None:
                 return drift
-        replaced = kept <= len(lost[0].prompt_ids) <= longest  # the same prompt, another answer
-        if replaced or any(contains(rest, other.response_ids) for other in lost):
+        replaced = extended <= len(lost[0].prompt_ids) <= longest  # the same prompt, another answer
+        if replaced or any(contains(rest, previous.response_ids) for previous in lost):
             return ForkReason.EDITED_HISTORY
-    return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT
+    return ForkReason.BRANCH if extended else ForkReason.NEW_CONTEXT
 
 
 def _rendering_drift(earlier: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
@@ -135,16 +135,16 @@ def _rendering_drift(earlier: TokenArray, prompt: TokenArray, tokenizer: ChatTok
 
 def _differs_in_rendering(earlier: str, prompt: str, special_tokens: tuple[str, ...]) -> bool:
     """Whether ``prompt`` begins with ``earlier`` apart from its end-of-turn token and omitted tagged blocks."""
-    kept = content = _BLOCK.sub(lambda block: block[0] if block[0] in prompt else "", earlier)
+    text = content = _BLOCK.sub(lambda block: block[0] if block[0] in prompt else "", earlier)
     while special_tokens and content.endswith(special_tokens):
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
-    return prompt.startswith(kept) or (prompt.startswith(content) and prompt.startswith(special_tokens, len(content)))
+    return prompt.startswith(text) or (prompt.startswith(content) and prompt.startswith(special_tokens, len(content)))
 
 
 def contains(haystack: TokenArray, needle: TokenArray) -> bool:
     """Whether ``needle`` is a contiguous part of ``haystack``."""
-    hay, wanted = haystack.tobytes(), needle.tobytes()
-    at = hay.find(wanted)
-    while at != -1 and at % haystack.itemsize:
-        at = hay.find(wanted, at + 1)
-    return at != -1
+    hay, pattern = haystack.tobytes(), needle.tobytes()
+    index = hay.find(pattern)
+    while index != -1 and index % haystack.itemsize:
+        index = hay.find(pattern, index + 1)
+    return index != -1

@@ -176,12 +176,12 @@ def image_attributes(images: Images, base: Images, written: set[str]) -> dict[st
     has the stored images, and new ones are added to it."""
     if not images:
         return {}
-    kept = shared_length(images, base)
+    shared = shared_length(images, base)
     new = {image.sha: image for image in images if image.sha not in written}
     written.update(new)
-    attributes = {names.IMAGES: json.dumps([kept, *(image.sha for image in images[kept:])])}
+    attributes = {names.IMAGES: json.dumps([shared, *(image.sha for image in images[shared:])])}
     if new:
-        files = [[one.format, *one.size, base64.b64encode(one.data).decode("ascii")] for one in new.values()]
+        files = [[image.format, *image.size, base64.b64encode(image.data).decode("ascii")] for image in new.values()]
         attributes[names.IMAGE_DATA] = json.dumps(files)
     return attributes
 
@@ -195,10 +195,10 @@ def decode_images(attributes: Mapping[str, Any], base: Images, earlier: dict[str
         for kind, width, height, data in json.loads(attributes.get(names.IMAGE_DATA, "[]")):
             raw = base64.b64decode(data, validate=True)
             earlier[hashlib.sha256(raw).hexdigest()] = intern_image(raw, str(kind), (int(width), int(height)))
-        kept, *new = json.loads(attributes[names.IMAGES])
-        if not 0 <= kept <= len(base):
-            raise ValueError(f"{kept} images are kept of a turn with {len(base)}")
-        return (*base[:kept], *(earlier[sha] for sha in new))
+        shared, *new = json.loads(attributes[names.IMAGES])
+        if not 0 <= shared <= len(base):
+            raise ValueError(f"{shared} images are kept of a turn with {len(base)}")
+        return (*base[:shared], *(earlier[sha] for sha in new))
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{names.IMAGES} cannot be read: {error}") from error
 

@@ -43,14 +43,14 @@ class MultiTurnLossMaskGenerator:
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         """Per mask, the number of tokens from the first trained one on; 0 without any."""
-        return [next((len(mask) - at for at, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
+        return [next((len(mask) - index for index, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], *, tools: Tools = None, generation_prompt: bool = False) -> str:
-        shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
+        plain = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
         return render_chat(
-            self.tokenizer, shown, tools=tools and [*map(dict, tools)], generation_prompt=generation_prompt
+            self.tokenizer, plain, tools=tools and [*map(dict, tools)], generation_prompt=generation_prompt
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -63,11 +63,11 @@ class MultiTurnLossMaskGenerator:
         offsets = encoded.get("offset_mapping")
         if offsets is None:
             raise ConfigError("the tokenizer gives no offsets of its tokens; loss masks need a fast tokenizer")
-        mask, at = [], 0
+        mask, index = [], 0
         for start, end in offsets:
-            while at < len(spans) and spans[at][1] <= start:
-                at += 1
-            mask.append(int(end > start and at < len(spans) and spans[at][0] < end))
+            while index < len(spans) and spans[index][1] <= start:
+                index += 1
+            mask.append(int(end > start and index < len(spans) and spans[index][0] < end))
         return list(encoded["input_ids"]), mask
 
 
@@ -135,26 +135,26 @@ class TemplateMask(MultiTurnLossMaskGenerator):
     ) -> list[tuple[tuple[int, int], Message]]:
         header, end_mark, closing = self._answer_marks()
         spans, done = [], 0
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._prefix(messages[:at], tools)
+            history = self._prefix(messages[:index], tools)
             # after the history's rendering; a template that rewrites it: at the next header
             start = (
-                len(before)
-                if before is not None and text.startswith(before) and len(before) >= done
+                len(history)
+                if history is not None and text.startswith(history) and len(history) >= done
                 else text.find(header, done)
             )
             if not header or start < 0 or not text.startswith(header, start):
-                raise TraceError(f"message {at}, an answer, is not in the chat template's rendering; {_REGISTER}")
+                raise TraceError(f"message {index}, an answer, is not in the chat template's rendering; {_REGISTER}")
             start += len(header)
-            after = self._prefix(messages[: at + 1], tools)
-            if after is not None and text.startswith(after) and len(after) > start:
-                end = len(after) - len(closing) + len(end_mark) if after.endswith(closing) else len(after)
+            answered = self._prefix(messages[: index + 1], tools)
+            if answered is not None and text.startswith(answered) and len(answered) > start:
+                end = len(answered) - len(closing) + len(end_mark) if answered.endswith(closing) else len(answered)
             elif end_mark and (mark_at := text.find(end_mark, start)) >= 0:
                 end = mark_at + len(end_mark)
             else:
-                raise TraceError(f"message {at}, an answer, does not end in the rendered text; {_REGISTER}")
+                raise TraceError(f"message {index}, an answer, does not end in the rendered text; {_REGISTER}")
             if not end_mark:
                 end += len(added_token_at(self.tokenizer, text, end))
             spans.append(((start, end), message))
@@ -172,13 +172,13 @@ class TemplateMask(MultiTurnLossMaskGenerator):
     def _answer_marks(self) -> tuple[str, str, str]:
         """The header before each answer, the mark that ends it (sampled), and all the text after it."""
         question = {"role": "user", "content": "?"}
-        asked = self._render([question])
+        unanswered = self._render([question])
         answered = self._render([question, {"role": "assistant", "content": _SENTINEL}])
         prompt = self._render([question], generation_prompt=True)
-        header, sentinel, closing = answered.removeprefix(asked).partition(_SENTINEL)
-        if not sentinel or not answered.startswith(asked):
+        header, sentinel, closing = answered.removeprefix(unanswered).partition(_SENTINEL)
+        if not sentinel or not answered.startswith(unanswered):
             raise TraceError(f"the chat template does not write answers after questions; {_REGISTER}")
-        return header[: shared_length(header, prompt.removeprefix(asked))], closing.rstrip(), closing
+        return header[: shared_length(header, prompt.removeprefix(unanswered))], closing.rstrip(), closing
 
 
 # -- slime's ---------------------------------------------------------------------------------------------------------
@@ -223,12 +223,12 @@ class QwenMask(_Pieces):
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         # the template's default system message
-        one, two = self._render([_QUESTION]), self._render([_QUESTION, _QUESTION])
-        block = two[len(one) :]
-        default_system = one.removesuffix(block) if two.startswith(one) and one.endswith(block) else ""
-        for at, group in enumerate(_grouped(messages)):
-            text = self._render(group, tools=tools if at == 0 else None)
-            yield text.removeprefix(default_system) if at and group[0].get("role") != "system" else text, group[0]
+        single, double = self._render([_QUESTION]), self._render([_QUESTION, _QUESTION])
+        block = double[len(single) :]
+        default_system = single.removesuffix(block) if double.startswith(single) and single.endswith(block) else ""
+        for index, group in enumerate(_grouped(messages)):
+            text = self._render(group, tools=tools if index == 0 else None)
+            yield text.removeprefix(default_system) if index and group[0].get("role") != "system" else text, group[0]
 
 
 @register_loss_mask_generator("qwen3")
@@ -257,19 +257,19 @@ class Qwen35Mask(MultiTurnLossMaskGenerator):
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
         text = self._render(messages, tools=tools)
-        spans, at = [], 0
+        spans, position = [], 0
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            start = text.find(self.header, at)
+            start = text.find(self.header, position)
             end = text.find(self.end_mark, start + len(self.header)) if start >= 0 else -1
             if end < 0:
                 raise TraceError(f"message {number}, an answer, is not between {self.header!r} and {self.end_mark!r}")
-            at = end + len(self.end_mark)
-            at += text.startswith("\n", at)
+            position = end + len(self.end_mark)
+            position += text.startswith("\n", position)
             if is_trained(message):
                 start += len(self.header)
-                spans.append((start + len(self.thinking) if text.startswith(self.thinking, start) else start, at))
+                spans.append((start + len(self.thinking) if text.startswith(self.thinking, start) else start, position))
         return self._encode_spans(text, spans)
 
 

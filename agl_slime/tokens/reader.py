@@ -47,15 +47,15 @@ class AnswerReader:
         hidden = text
         if self.tokenizer is not None and len(ids):
             hidden = _hide_mentions(self.tokenizer, self._marks(), text, ids)
-        parts = self._parts(hidden)
-        return parts if hidden is text else _unhide_parts(parts)
+        answer = self._parts(hidden)
+        return answer if hidden is text else _unhide_parts(answer)
 
     def visible_parts(self, text: str, stops: tuple[str, ...] = ()) -> AnswerParts:
         """The reasoning and content of a partial answer that no further text can change."""
         text, opening = cut_at_marks(text.rstrip("\ufffd"), stops), self.thinking[0]
         if self.channels:
-            parts = HarmonyParser().parts(text, sampling=True)
-            return AnswerParts(parts.reasoning, parts.reasoning_closed, parts.content.strip())
+            answer = HarmonyParser().parse(text, sampling=True)
+            return AnswerParts(answer.reasoning, answer.reasoning_closed, answer.content.strip())
         if not self.opened and opening.startswith(begun := text.lstrip()) and begun != opening:
             return AnswerParts()
         reasoning, content, closed = self._split(text)
@@ -77,17 +77,17 @@ class AnswerReader:
 
     def _parts(self, text: str) -> AnswerParts:
         if self.channels:
-            parts = HarmonyParser().parts(text)
-            parts = replace(parts, content=parts.content.strip())
-            return parts if self.parser is not None else replace(parts, calls=(), malformed=())
+            answer = HarmonyParser().parse(text)
+            answer = replace(answer, content=answer.content.strip())
+            return answer if self.parser is not None else replace(answer, calls=(), malformed=())
         reasoning, content, closed = self._split(text)
         if self.parser is None:
             return AnswerParts(reasoning, closed, content)
         may_call, closing = any(mark in (reasoning or "") for mark in self._ending_marks()), self.thinking[1]
         begun = (self._thinking_in(text) if may_call else None) or ""
-        at = self.parser.first_call(begun)
-        if at is not None and closing not in begun[:at]:
-            reasoning, closed, parsed = begun[:at].strip(), True, self.parser.parse(begun[at:])
+        call_start = self.parser.first_call(begun)
+        if call_start is not None and closing not in begun[:call_start]:
+            reasoning, closed, parsed = begun[:call_start].strip(), True, self.parser.parse(begun[call_start:])
             parsed = replace(parsed, content=parsed.content.replace(closing, "", 1))
         else:
             parsed = self.parser.parse(content)
@@ -119,9 +119,9 @@ class AnswerReader:
         return begun if (self._seems_opened(text) if self.opened is None else self.opened) else None
 
     def _seems_opened(self, text: str) -> bool:
-        before, mark, _ = text.partition(self.thinking[1])
+        head, mark, _ = text.partition(self.thinking[1])
         calls = () if self.parser is None else self.parser.marks()
-        return bool(mark) and not any(each in before for each in (self.thinking[0], *calls))
+        return bool(mark) and not any(each in head for each in (self.thinking[0], *calls))
 
 
 def reader_for(
@@ -178,14 +178,14 @@ def _unhide_value(value: Any) -> Any:
     return [_unhide_value(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _unhide_parts(parts: AnswerParts) -> AnswerParts:
+def _unhide_parts(answer: AnswerParts) -> AnswerParts:
     calls = (
         ToolCall(name=_unhide(call.name), arguments=_unhide_value(call.arguments), id=_unhide(call.id))
-        for call in parts.calls
+        for call in answer.calls
     )
-    reasoning = None if parts.reasoning is None else _unhide(parts.reasoning)
-    malformed = tuple(map(_unhide, parts.malformed))
-    return AnswerParts(reasoning, parts.reasoning_closed, _unhide(parts.content), tuple(calls), malformed)
+    reasoning = None if answer.reasoning is None else _unhide(answer.reasoning)
+    malformed = tuple(map(_unhide, answer.malformed))
+    return AnswerParts(reasoning, answer.reasoning_closed, _unhide(answer.content), tuple(calls), malformed)
 
 
 @functools.lru_cache(maxsize=8)

@@ -80,8 +80,8 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
         return f"{type(tokenizer).__name__} renders by itself"
     if taken := sorted(options.keys() & inspect.signature(standard).parameters.keys() - {"chat_template"}):
         return f"{taken[0]} is an option of apply_chat_template"
-    more = {name: value for name, value in options.items() if name != "chat_template"}
-    if not (_plain(more) and _plain(tools)):
+    arguments = {name: value for name, value in options.items() if name != "chat_template"}
+    if not (_plain(arguments) and _plain(tools)):
         return "tools or template arguments are not plain JSON"
     try:
         source = tokenizer.get_chat_template(options.get("chat_template"), tools)
@@ -104,7 +104,7 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
     def direct(messages: Sequence[Message], generation_prompt: bool) -> str:
         if tokenizer.chat_template is not current or not all(map(_is_plain_message, messages)) or not messages:
             return fallback(messages, generation_prompt)
-        variables = {**tokenizer.special_tokens_map, **more}
+        variables = {**tokenizer.special_tokens_map, **arguments}
         prepared = [*map(prepare, messages)]
         try:
             return template.render(

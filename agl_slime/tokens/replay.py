@@ -85,9 +85,9 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
     """``[tokens - 1, layers, experts per token]`` of all tokens of turn number ``index`` but the last; ``None`` if
     some tokens have none. Rows that a turn lacks are in its base turn."""
-    end, at, pieces = turns[index].length - 1, index, []
+    end, number, pieces = turns[index].length - 1, index, []
     while end > 0:
-        turn = turns[at]
+        turn = turns[number]
         if turn.experts is None or turn.experts.end < end:
             return None
         start = min(turn.experts.start, end)
@@ -96,7 +96,7 @@ def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
             break
         if turn.base_turn is None:
             return None
-        at = turn.base_turn
+        number = turn.base_turn
     if not pieces:
         return None
     pieces.reverse()
@@ -144,7 +144,7 @@ class FiledReplay:
         whole = all(type(number) is int and number >= 0 for number in numbers)
         if not whole or (self.experts and self.experts[4] not in KINDS) or self._bytes() != self.length:
             raise TraceError(f"the place of routed experts in a file is inconsistent: {self!r:.200}")
-        if type(self.file) is not str or len(parts := self.file.split("/")) != 2 or {"", ".", ".."} & {*parts}:
+        if type(self.file) is not str or len(path := self.file.split("/")) != 2 or {"", ".", ".."} & {*path}:
             raise TraceError(f"routed experts are in ROLLOUT/FILE of the run's directory, not in {self.file!r:.80}")
 
     def _bytes(self) -> int:
@@ -180,10 +180,10 @@ def file_replay(
     """Append an answer's arrays to the file of ``stream``; ``None`` for small arrays, without a rollout, or where the
     directory is not on this machine or full. Blocks; concurrent calls are safe."""
     rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=KINDS[experts.rows.itemsize])
-    kept = (
+    nucleus_arrays = (
         [] if nucleus is None else [np.ascontiguousarray(part, dtype=_INT32) for part in (nucleus.ids, nucleus.offsets)]
     )
-    arrays = [part for part in (rows, *kept) if part is not None]
+    arrays = [part for part in (rows, *nucleus_arrays) if part is not None]
     if not rollout_id or sum(part.nbytes for part in arrays) < FILED_FROM_BYTES:
         return None  # without a rollout's name they could not be removed with it
     name, checksum, length = f"{_name(rollout_id)}/{stream}", 0, 0

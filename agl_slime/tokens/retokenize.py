@@ -74,10 +74,10 @@ class Retokenizer:
             return ""
         role = "tool" if messages[-1].get("tool_calls") else "user"
         try:
-            more = render_chat(self.tokenizer, [*messages, {"role": role, "content": "?"}], tools=tools)
+            continued = render_chat(self.tokenizer, [*messages, {"role": role, "content": "?"}], tools=tools)
         except PromptError:
             return ""
-        return added_token_at(self.tokenizer, more, len(sampled)) if more.startswith(sampled) else ""
+        return added_token_at(self.tokenizer, continued, len(sampled)) if continued.startswith(sampled) else ""
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []

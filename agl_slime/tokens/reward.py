@@ -41,31 +41,31 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnReward(Reward):
-    """``of`` names the rewarded object: ``role:NAME``, or ``turn:N`` with the first of the turns. Turns with the same
-    object share one reward."""
+    """The reward of a ``target``: ``role:NAME``, or ``turn:N`` with the first of the turns. Turns with the same target
+    share one reward."""
 
-    of: str
+    target: str
 
 
-def reward_number(value: Any, what: str) -> float:
+def reward_number(value: Any, subject: str) -> float:
     """``value`` (also of numpy or torch) as a number. ``None``, text, NaN, infinities and numbers beyond ``LARGEST``
-    raise ``RewardError``, which begins with ``what``, such as "the judge returned": a reward is never invented."""
+    raise ``RewardError``, which begins with ``subject``, such as "the judge returned": a reward is never invented."""
     if value is None:
-        raise RewardError(f"{what} None; expected a number.", reason="no_reward")
+        raise RewardError(f"{subject} None; expected a number.", reason="no_reward")
     item = getattr(value, "item", None)
     if item is not None and not isinstance(value, (str, bytes)):
         try:
             value = item()  # one-element arrays and tensors
         except (RuntimeError, ValueError, TypeError) as error:
-            raise RewardError(f"{what} {value!r}, which is not one number.") from error
+            raise RewardError(f"{subject} {value!r}, which is not one number.") from error
     if not isinstance(value, Real):
-        raise RewardError(f"{what} {value!r:.80} of type {type(value).__name__}; expected a number.")
+        raise RewardError(f"{subject} {value!r:.80} of type {type(value).__name__}; expected a number.")
     try:
         number = float(value)
     except OverflowError:  # an integer above the largest float
         number = math.inf
     if not abs(number) <= LARGEST:
-        raise RewardError(f"{what} {number!r}; a reward must be a finite number of at most {LARGEST:g} in size.")
+        raise RewardError(f"{subject} {number!r}; a reward must be a finite number of at most {LARGEST:g} in size.")
     return number
 
 
@@ -170,12 +170,13 @@ def read_turn_rewards(
             raise RewardError(f"a reward is linked to the role {target[names.ROLE]!r}, {available}")
         key = next((key for key in (reward_key, run_key) if key in dimensions), None)
         reward = select_reward(dimensions, first=next(iter(dimensions)), reward_key=key)
-        of = f"role:{target[names.ROLE]}" if of_role else ""
-        rewards.update(dict.fromkeys(turns, TurnReward(reward.primary, reward.named, of=of)))
+        role = f"role:{target[names.ROLE]}" if of_role else ""
+        rewards.update(dict.fromkeys(turns, TurnReward(reward.primary, reward.named, target=role)))
     first_turns: dict[int, int] = {}  # of each reward, without turns that a later reward replaced
     for turn, reward in sorted(rewards.items(), key=lambda item: item[0]):
-        first_turns.setdefault(id(reward), turn)
-    return {turn: replace(one, of=one.of or f"turn:{first_turns[id(one)]}") for turn, one in rewards.items()}
+        first = first_turns.setdefault(id(reward), turn)
+        rewards[turn] = replace(reward, target=reward.target or f"turn:{first}")
+    return rewards
 
 
 def _roles(spans: Sequence[Span]) -> list[str]:
@@ -194,23 +195,23 @@ def reward_dimensions(span: Span) -> dict[str, float | RewardError]:
     attributes = span.attributes
     if not any(key.startswith(REWARD_PREFIX) for key in attributes):
         return {}
-    found: dict[str, float | RewardError] = {}
+    numbers: dict[str, float | RewardError] = {}
     for index in count():
         if (name := attributes.get(f"{REWARD_PREFIX}.{index}.name")) is None:
             break
         value = attributes.get(f"{REWARD_PREFIX}.{index}.value")
         with suppress(ValueError):
             value = float(value) if isinstance(value, str) else value
-        found[str(name)] = _checked(value, f"the reward {str(name)!r} is")
-    if not found:
+        numbers[str(name)] = _checked(value, f"the reward {str(name)!r} is")
+    if not numbers:
         raise RewardError("a reward span has no named numbers")
     order = parse_json(str(attributes.get(names.REWARDS_MISSING, "{}")), names.REWARDS_MISSING)
     errors = {name: RewardError(why[1], reason=why[0]) for name, why in order.items() if why is not None}
-    return {name: errors.get(name, 0.0) for name in order} | found
+    return {name: errors.get(name, 0.0) for name in order} | numbers
 
 
-def _checked(value: Any, what: str) -> float | RewardError:
+def _checked(value: Any, subject: str) -> float | RewardError:
     try:
-        return reward_number(value, what)
+        return reward_number(value, subject)
     except RewardError as error:
         return error

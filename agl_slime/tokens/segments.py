@@ -78,25 +78,26 @@ class _Open:
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
         """The segment; ``None`` when none of its turns is trained. Tokens after the last trained turn are left out:
         they are context for nothing."""
-        placements = [at for at in self.placements if at.turn not in untrained]
+        placements = [place for place in self.placements if place.turn not in untrained]
         if not placements:
             return None
         tokens = turns[placements[-1].turn].token_ids  # the last turn's prompt has all tokens before it
         mask = np.zeros(len(tokens), dtype=np.int8)
         log_probs: LogProbArray | None = np.zeros(len(tokens), dtype=np.float32)
-        for at in placements:
-            mask[at.start : at.end] = 1
-            of_turn = turns[at.turn].log_probs
+        for place in placements:
+            mask[place.start : place.end] = 1
+            of_turn = turns[place.turn].log_probs
             if of_turn is None:
                 log_probs = None
             elif log_probs is not None:
-                log_probs[at.start : at.end] = of_turn
+                log_probs[place.start : place.end] = of_turn
         experts, nucleus = experts_of(turns, placements[-1].turn), None
         if experts is None and any(turn.experts is not None for turn in turns):
             raise TraceError(f"turn {placements[-1].turn} has no routed experts for some of its tokens")
         if any(turn.nucleus is not None for turn in turns):
             first = placements[0].start
-            nucleus = nucleus_of(turns, [(at.turn, at.start - first) for at in placements], len(tokens) - first)
+            offsets = [(place.turn, place.start - first) for place in placements]
+            nucleus = nucleus_of(turns, offsets, len(tokens) - first)
             if nucleus is None:
                 raise TraceError("a trained turn has no nucleus although others of its rollout have one")
         images = turns[placements[-1].turn].images

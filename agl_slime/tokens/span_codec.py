@@ -65,13 +65,13 @@ class TurnEncoder:
             if base is not None and not 0 <= base < index:
                 raise TraceError(f"turn {index} extends turn {base}, which was not encoded before")
             messages, (line, length) = turn.messages or (), ([], 0) if base is None else self._messages[base]
-            kept = min(shared_length(messages, line), length)
-            new = [*map(_json, messages[kept:])]
-            if kept < len(line):
-                line = line[:kept]
-            line += map(_copy_message, messages[kept:], new) if self._copies else messages[kept:]
+            shared = min(shared_length(messages, line), length)
+            new = [*map(_json, messages[shared:])]
+            if shared < len(line):
+                line = line[:shared]
+            line += map(_copy_message, messages[shared:], new) if self._copies else messages[shared:]
             self._messages.append((line, len(messages)))
-            shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
+            images = image_attributes(turn.images, () if base is None else self._images[base], self._written)
             self._images.append(turn.images)
         attributes: dict[str, Any] = {
             names.FORMAT: names.FORMAT_VERSION,
@@ -97,14 +97,14 @@ class TurnEncoder:
             attributes[names.PROMPT_FORK] = turn.fork.value
         if turn.log_probs is not None:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
-        attributes |= replay_attributes(turn) | shown
+        attributes |= replay_attributes(turn) | images
         if any(turn.speculated):
             attributes[names.SPECULATED] = json.dumps(turn.speculated)
         if turn.weight_versions:
             versions = [[span.version, span.start, span.end] for span in turn.weight_versions]
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
         if turn.messages is not None:
-            attributes[names.MESSAGES_KEPT] = kept
+            attributes[names.MESSAGES_KEPT] = shared
             attributes[names.MESSAGES_NEW] = f"[{','.join(new)}]"
         for name, value in (
             (names.RESPONSE_ID, turn.request_id),
@@ -144,8 +144,8 @@ def _json(value: Any) -> str:
 
 
 def _output_messages(turn: Turn) -> str:
-    parts = [{"type": "text", "content": turn.text}]
-    return _json([{"role": "assistant", "parts": parts, "finish_reason": turn.finish_reason}])
+    content_parts = [{"type": "text", "content": turn.text}]
+    return _json([{"role": "assistant", "parts": content_parts, "finish_reason": turn.finish_reason}])
 
 
 def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray | None) -> int:
@@ -212,15 +212,15 @@ def _decode_turn(
     attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int], images: dict[str, Image]
 ) -> Turn:
     prompt = unpack_token_ids(_get(attributes, names.PROMPT_IDS, str), name="prompt ids")
-    base, base_turn, kept = None, None, 0
+    base, base_turn, kept_tokens = None, None, 0
     if names.PROMPT_BASE in attributes:
-        at, kept = _get(attributes, names.PROMPT_BASE, int), _get(attributes, names.PROMPT_KEPT, int)
-        if not 0 <= at < len(earlier):
-            raise TraceError(f"{names.PROMPT_BASE} is turn {at}, which is not an earlier turn")
-        base, base_turn = earlier[at], places[at]
-        if not 0 <= kept <= base.length:
-            raise TraceError(f"{names.PROMPT_KEPT} is {kept}, turn {at} has {base.length} tokens")
-        prompt = np.concatenate((base.token_ids[:kept], prompt))
+        index, kept_tokens = _get(attributes, names.PROMPT_BASE, int), _get(attributes, names.PROMPT_KEPT, int)
+        if not 0 <= index < len(earlier):
+            raise TraceError(f"{names.PROMPT_BASE} is turn {index}, which is not an earlier turn")
+        base, base_turn = earlier[index], places[index]
+        if not 0 <= kept_tokens <= base.length:
+            raise TraceError(f"{names.PROMPT_KEPT} is {kept_tokens}, turn {index} has {base.length} tokens")
+        prompt = np.concatenate((base.token_ids[:kept_tokens], prompt))
         prompt.flags.writeable = False
     response = unpack_token_ids(_get(attributes, names.RESPONSE_IDS, str), name="response ids")
     log_probs = unpack_log_probs(_get(attributes, names.LOG_PROBS, str)) if names.LOG_PROBS in attributes else None
@@ -247,7 +247,7 @@ def _decode_turn(
         untrained=str(attributes.get(names.UNTRAINED, "")),
         token_source=_get(attributes, names.TOKEN_SOURCE, str),  # type: ignore[arg-type]  # Turn refuses others
         base_turn=base_turn,
-        kept_tokens=kept,
+        kept_tokens=kept_tokens,
         fork=None if fork is None else ForkReason(fork),
         speculated=_speculated(attributes),
         images=decode_images(attributes, base.images if base is not None else (), images),
@@ -258,14 +258,14 @@ def _decode_turn(
 def _decode_messages(attributes: Mapping[str, Any], base: Turn | None) -> Messages | None:
     if names.MESSAGES_NEW not in attributes:
         return None
-    kept = _get(attributes, names.MESSAGES_KEPT, int)
+    shared = _get(attributes, names.MESSAGES_KEPT, int)
     earlier = (base.messages if base is not None else None) or ()
-    if not 0 <= kept <= len(earlier):
-        raise TraceError(f"{names.MESSAGES_KEPT} is {kept}, the base turn has {len(earlier)} messages")
+    if not 0 <= shared <= len(earlier):
+        raise TraceError(f"{names.MESSAGES_KEPT} is {shared}, the base turn has {len(earlier)} messages")
     new = parse_json(_get(attributes, names.MESSAGES_NEW, str), names.MESSAGES_NEW)
     if not isinstance(new, list):
         raise TraceError(f"{names.MESSAGES_NEW} must be a JSON list")
-    return (*earlier[:kept], *new)
+    return (*earlier[:shared], *new)
 
 
 def _weight_versions(attributes: Mapping[str, Any]) -> tuple[WeightSpan, ...]:

@@ -45,21 +45,21 @@ class SystemMessages:
         systems = [message for message in messages if message.get("role") in SYSTEM_ROLES]
         if systems == messages[:1] or self._writes_systems:
             return messages
-        others = [message for message in messages if message.get("role") not in SYSTEM_ROLES]
+        rest = [message for message in messages if message.get("role") not in SYSTEM_ROLES]
         if self._later == "first":
-            return [_joined(systems), *others]
+            return [_joined(systems), *rest]
         first = next(
             (n for n, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
         )
         arranged = [_joined(messages[:first])] if first else []
         for message in messages[first:]:
             reminder, last = message.get("role") in SYSTEM_ROLES, arranged[-1].get("role") if arranged else None
-            one = {"role": "user", "content": message.get("content")} if reminder else message
+            moved = {"role": "user", "content": message.get("content")} if reminder else message
             at_result = reminder and last == "tool" and self._later == "in_place" and self._users_disturb
-            if at_result or (one["role"] == last == "user" and not self._writes_users_in_a_row):
+            if at_result or (moved["role"] == last == "user" and not self._writes_users_in_a_row):
                 arranged[-1] = _appended(arranged[-1], message)
             else:
-                arranged.append(one)
+                arranged.append(moved)
         return arranged
 
     @functools.cached_property
@@ -80,14 +80,14 @@ class SystemMessages:
         """Whether the template refuses a user message after a tool result, or drops the thinking before it."""
         step = [*map(self._fields.with_thinking_field, _STEP)]
         try:
-            before = self._render(step, True)
+            rendered = self._render(step, True)
         except PromptError:
             return False
         try:
-            after = self._render([*step, {"role": "user", "content": "?"}], True)
+            with_user = self._render([*step, {"role": "user", "content": "?"}], True)
         except PromptError:
             return True
-        return _SENTINEL in before and _SENTINEL not in after
+        return _SENTINEL in rendered and _SENTINEL not in with_user
 
     def _writes(self, *roles: str) -> bool:
         messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]
@@ -111,10 +111,10 @@ def _joined(systems: Sequence[Message]) -> Message:
     return {"role": systems[0]["role"], "content": "\n\n".join(filter(None, map(text_of, systems)))}
 
 
-def _appended(message: Message, more: Message) -> Message:
-    """``message`` with the content of ``more`` appended."""
-    mine, other = message.get("content") or "", more.get("content") or ""
-    if isinstance(mine, str) and isinstance(other, str):
-        return {**message, "content": "\n\n".join(filter(None, (mine, other)))}
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (mine, other)]
-    return {**message, "content": parts[0] + parts[1]}
+def _appended(message: Message, addition: Message) -> Message:
+    """``message`` with the content of ``addition`` appended."""
+    first, second = message.get("content") or "", addition.get("content") or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return {**message, "content": "\n\n".join(filter(None, (first, second)))}
+    contents = [[{"type": "text", "text": c}] if isinstance(c, str) else list(c) for c in (first, second)]
+    return {**message, "content": contents[0] + contents[1]}

@@ -129,8 +129,8 @@ class ChatTemplate:
         repeats = isinstance(source, str) and "strftime_now" not in source
         self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
-    def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
-        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **arguments})
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The text of ``messages``, with a generation prompt or without; without the text that the template writes only
@@ -165,7 +165,7 @@ class ChatTemplate:
             return ""
         closed, whole = ends[0]
         shared = shared_length(closed, whole)
-        tails = {"", *(closed[at:] for at in range(shared + 1) if self.begins_with_added_token(whole[at:]))}
+        tails = {"", *(closed[start:] for start in range(shared + 1) if self.begins_with_added_token(whole[start:]))}
         fits = (tail for tail in tails if all(c.endswith(tail) and w.startswith(c.removesuffix(tail)) for c, w in ends))
         return min(fits, key=len, default="")
 
@@ -182,8 +182,8 @@ class ChatTemplate:
     def reader(self) -> AnswerReader:
         """The reader of answers to prompts of this template; it reads calls if there are tools and a parser."""
         parser = find_format(self.tokenizer, self.kwargs) if self._tools else None
-        how: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
-        return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **how)
+        options: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
+        return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **options)
 
     @functools.cached_property
     def closing(self) -> str:
@@ -205,38 +205,36 @@ class ChatTemplate:
         return text.startswith(self._added_tokens)
 
     def addition(
-        self, messages: Sequence[Message], answered: int, sampled: SampledAnswer, *, asked: Rendering | None = None
+        self, messages: Sequence[Message], answered: int, sampled: SampledAnswer, *, prompt: Rendering | None = None
     ) -> Addition | RewrittenHistory:
-        """The text after the answer ``messages[answered - 1]``, which is ``sampled``.
-
-        ``asked`` is the rendering of the messages before that answer, if it is there.
-        """
-        before, answer, new = messages[: answered - 1], messages[answered - 1], messages[answered:]
-        if asked is None:
-            asked = self.render_prompt(before)
-        if asked.generation_prompt is None:
+        """The text after the answer ``messages[answered - 1]``, which is ``sampled``; ``prompt`` is the rendering of
+        the messages before it, if there is one."""
+        history, answer, new = messages[: answered - 1], messages[answered - 1], messages[answered:]
+        if prompt is None:
+            prompt = self.render_prompt(history)
+        if prompt.generation_prompt is None:
             return RewrittenHistory()  # the beginning of the answer cannot be located
-        rendered = self.render_prompt([*before, answer, *new])
-        written, prompt = rendered.text, rendered.generation_prompt or ""
-        begun = asked.generation_prompt + sampled.text
-        expected = asked.text + begun
-        done = len(asked.text) if written.startswith(asked.text) else 0
+        rendered = self.render_prompt([*history, answer, *new])
+        written, generation_prompt = rendered.text, rendered.generation_prompt or ""
+        begun = prompt.generation_prompt + sampled.text
+        expected = prompt.text + begun
+        done = len(prompt.text) if written.startswith(prompt.text) else 0
         mark = self.closing.rstrip() or self.closing
         if written.startswith((expected + mark)[done:], done):
-            return Addition(written[len(expected) :], prompt, begun, rendered)
-        alone = self.render([*before, answer], generation_prompt=False)
-        places = self._locate(written, alone, asked.text, sampled)
+            return Addition(written[len(expected) :], generation_prompt, begun, rendered)
+        alone = self.render([*history, answer], generation_prompt=False)
+        places = self._locate(written, alone, prompt.text, sampled)
         bare = self.fields.without_thinking(answer)
-        if places is not None and (bare == answer or self.render([*before, bare], generation_prompt=False) != alone):
-            begin, end, after = places
-            return Addition(after, prompt, alone[begin:end], rendered)
-        return RewrittenHistory(drops_thinking=self._drops_thinking(before, bare, written))
+        if places is not None and (bare == answer or self.render([*history, bare], generation_prompt=False) != alone):
+            begin, end, rest = places
+            return Addition(rest, generation_prompt, alone[begin:end], rendered)
+        return RewrittenHistory(drops_thinking=self._drops_thinking(history, bare, written))
 
-    def _locate(self, written: str, alone: str, asked: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
+    def _locate(self, written: str, alone: str, prompt: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
         """Begin and end of an answer in ``alone``, the rendering that ends with it, and the text of ``written`` after
         it. ``None`` if ``written`` has another history."""
-        done = len(asked) if written.startswith(asked) and alone.startswith(asked) else 0
-        begin = done or match_end(alone, asked)
+        done = len(prompt) if written.startswith(prompt) and alone.startswith(prompt) else 0
+        begin = done or match_end(alone, prompt)
         if begin is None:
             return None
         stop = sampled.stop_text
@@ -251,10 +249,10 @@ class ChatTemplate:
         end = match_end(written, body, done)
         if end is None:
             return None
-        after = written[end:]
+        rest = written[end:]
         if mark and mark == stop:  # the end mark of an earlier answer replaces the sampled end mark
-            after = mark + after[len(added_token_at(self.tokenizer, after, 0)) :]
-        return begin, len(body), after
+            rest = mark + rest[len(added_token_at(self.tokenizer, rest, 0)) :]
+        return begin, len(body), rest
 
     def _without_end(self, alone: str, stop_text: str) -> tuple[str, str]:
         """A rendering without the end mark of its last answer, and the mark."""
@@ -269,9 +267,9 @@ class ChatTemplate:
         ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
         return max(ends, key=len, default="")
 
-    def _drops_thinking(self, before: Sequence[Message], bare: Message, written: str) -> bool:
+    def _drops_thinking(self, history: Sequence[Message], bare: Message, written: str) -> bool:
         """Whether ``written`` is the history without its thinking; marks of it may stay."""
-        without = [*map(self.fields.without_thinking, before), bare]
+        without = [*map(self.fields.without_thinking, history), bare]
         try:
             text = self.render(without, generation_prompt=False)
         except PromptError:
@@ -308,20 +306,20 @@ def chat_template(
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
 
 
-def history_window(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
+def history_window(history: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
     """The messages that a template may look at when it writes ``new`` after an answer; ``users`` are the indices of
-    users' messages in ``before``."""
-    if len(before) < WINDOW_FROM or not users:
-        return list(before)
+    users' messages in ``history``."""
+    if len(history) < WINDOW_FROM or not users:
+        return list(history)
     user = users[-1]
-    system = next(i for i, message in enumerate(before) if message.get("role") not in SYSTEM_ROLES)
+    system = next(i for i, message in enumerate(history) if message.get("role") not in SYSTEM_ROLES)
     tail = user + 1
     if all(message.get("role") == "tool" for message in new):
         # templates group tool results and treat the steps after the last user message apart: keep that message, and
         # begin at an answer
-        latest = min(len(before) - 1, max(user + 1, len(before) - TAIL))
-        tail = next((i for i in range(latest, user, -1) if before[i].get("role") == "assistant"), user + 1)
-    return [*before[: min(system, user)], before[user], *before[tail:]]
+        latest = min(len(history) - 1, max(user + 1, len(history) - TAIL))
+        tail = next((i for i in range(latest, user, -1) if history[i].get("role") == "assistant"), user + 1)
+    return [*history[: min(system, user)], history[user], *history[tail:]]
 
 
 class PromptCache(Generic[T]):

@@ -36,10 +36,10 @@ def thinking_argument(template: Any) -> str:
     probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
     for arguments in ({}, *({name: value} for name in _names(template.source) for value in (True, False))):
         try:
-            kept = _PROBE in template.with_arguments(arguments).render(probe, generation_prompt=True)
+            keeps = _PROBE in template.with_arguments(arguments).render(probe, generation_prompt=True)
         except PromptError:
             continue
-        if kept:
+        if keeps:
             return "".join(f"{name}={str(value).lower()}" for name, value in arguments.items())
     return ""
 
@@ -76,9 +76,9 @@ def _search(
 ) -> tuple[Arguments, bool, bool]:
     """The arguments, and whether they serve the switch and the level."""
 
-    def show(more: Mapping[str, Any]) -> str | None:
+    def show(change: Mapping[str, Any]) -> str | None:
         try:
-            return render_chat(tokenizer, [_QUESTION], generation_prompt=True, **{**kwargs, **more})
+            return render_chat(tokenizer, [_QUESTION], generation_prompt=True, **{**kwargs, **change})
         except PromptError:
             return None
 
@@ -94,7 +94,7 @@ def _search(
         arguments, switched = _added(show, {}, pair[on], run_decides=not kwargs.keys().isdisjoint(switches))
         if not on:
             return arguments, switched, switched
-    levels = _levels(lambda more: show({**arguments, **more}), names)
+    levels = _levels(lambda change: show({**arguments, **change}), names)
     if not on:
         level = "none"
     elif level not in LEVELS and "none" in levels and show(levels["none"]) == show({}):
@@ -108,11 +108,11 @@ def _search(
     return arguments, switched or leveled, leveled and (bool(levels[nearest]) or nearest == level)
 
 
-def _added(show: Show, arguments: Arguments, more: Arguments, *, run_decides: bool) -> tuple[Arguments, bool]:
-    """``arguments`` with ``more`` if they change the prompt and the run leaves them open; whether they are served."""
-    if show({**arguments, **more}) == show(arguments):
+def _added(show: Show, arguments: Arguments, change: Arguments, *, run_decides: bool) -> tuple[Arguments, bool]:
+    """``arguments`` with ``change`` if it alters the prompt and the run leaves it open; whether it is served."""
+    if show({**arguments, **change}) == show(arguments):
         return arguments, True
-    return (arguments, False) if run_decides else ({**arguments, **more}, True)
+    return (arguments, False) if run_decides else ({**arguments, **change}, True)
 
 
 def _switches(show: Show, names: tuple[str, ...], closing: str, budget: int) -> dict[str, tuple[Arguments, Arguments]]:

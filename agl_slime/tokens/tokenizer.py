@@ -121,10 +121,10 @@ def _encodes_as_transformers(kind: type) -> bool:
     )
 
 
-def added_token_at(tokenizer: Any, text: str, at: int) -> str:
-    """The longest added token of ``text`` at ``at``, empty without one; tokenizers split at these before BPE."""
+def added_token_at(tokenizer: Any, text: str, start: int) -> str:
+    """The longest added token of ``text`` at ``start``, empty without one; tokenizers split at these before BPE."""
     added = getattr(tokenizer, "get_added_vocab", dict)()
-    return max((token for token in added if token and text.startswith(token, at)), key=len, default="")
+    return max((token for token in added if token and text.startswith(token, start)), key=len, default="")
 
 
 def ends_with_added_token(tokenizer: Any, text: str) -> bool:

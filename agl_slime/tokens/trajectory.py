@@ -36,8 +36,8 @@ class Trajectory:
         """The text of the last answer, including the part that the last call continued; empty without an answer."""
         if not self.turns:
             return ""
-        asked = self.turns[-1].messages
-        begun = str(asked[-1].get("content") or "") if asked and asked[-1].get("role") == "assistant" else ""
+        messages = self.turns[-1].messages
+        begun = str(messages[-1].get("content") or "") if messages and messages[-1].get("role") == "assistant" else ""
         return begun + self.turns[-1].text
 
     @property
@@ -45,12 +45,12 @@ class Trajectory:
         """The last call's messages with its answer, if recorded; else the answers alone."""
         if not self.turns:
             return ()
-        asked = self.turns[-1].messages
-        if asked is None:
+        messages = self.turns[-1].messages
+        if messages is None:
             return tuple({"role": "assistant", "content": turn.text} for turn in self.turns)
-        if asked and asked[-1].get("role") == "assistant":
-            return (*asked[:-1], {**asked[-1], "content": self.response})
-        return (*asked, {"role": "assistant", "content": self.response})
+        if messages and messages[-1].get("role") == "assistant":
+            return (*messages[:-1], {**messages[-1], "content": self.response})
+        return (*messages, {"role": "assistant", "content": self.response})
 
     @property
     def sampled_tokens(self) -> int:

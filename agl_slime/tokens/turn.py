@@ -100,8 +100,8 @@ class Turn:
             object.__setattr__(self, "messages", tuple(self.messages))
 
     @classmethod
-    def from_generation(cls, prompt_ids: Sequence[int] | TokenArray, generation: Generation, **more: Any) -> Turn:
-        """The turn of a ``/generate`` call that was sent ``prompt_ids``; ``more`` are further fields."""
+    def from_generation(cls, prompt_ids: Sequence[int] | TokenArray, generation: Generation, **details: Any) -> Turn:
+        """The turn of a ``/generate`` call that was sent ``prompt_ids``; ``details`` are further fields."""
         return cls(
             prompt_ids=token_array(prompt_ids, name="prompt_ids"),
             response_ids=token_array(generation.output_ids, name="response_ids"),
@@ -114,8 +114,8 @@ class Turn:
             latency_s=generation.latency_s,
             resumed=generation.resumed,
             speculated=generation.speculated,
-            **({"experts": generation.experts, "nucleus": generation.nucleus} if more.get("filed") is None else {}),
-            **more,
+            **({"experts": generation.experts, "nucleus": generation.nucleus} if details.get("filed") is None else {}),
+            **details,
         )
 
     @property

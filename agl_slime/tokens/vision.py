@@ -88,13 +88,13 @@ class VisionTokenizer:
         end, outside = 0, []
         for image in images:
             ids = token_array(self.encode(self._text_of(image)), name="an image's ids")
-            at = _find(prompt, ids.tobytes(), end)
-            if at < 0:
+            start = _find(prompt, ids.tobytes(), end)
+            if start < 0:
                 raise PromptError("the chat template omits an image, or moves it: it cannot be trained on")
-            sent += [*prompt_ids[end:at], *written]
-            outside += prompt_ids[end:at]
-            places.append(at)
-            end = at + len(ids)
+            sent += [*prompt_ids[end:start], *written]
+            outside += prompt_ids[end:start]
+            places.append(start)
+            end = start + len(ids)
         outside += prompt_ids[end:]
         if (mark := getattr(self._processor, "image_token_id", None)) is not None and mark in outside:
             token = self._tokenizer.convert_ids_to_tokens(mark)
@@ -122,11 +122,11 @@ class VisionTokenizer:
     @functools.cached_property
     def _written(self) -> str:
         """The chat template's text for an image."""
-        parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
-        both = ({"role": "user", "content": content} for content in (parts, _BEFORE + _AFTER))
-        shown, plain = (render_chat(self._tokenizer, [message]) for message in both)
-        written = shown.partition(_BEFORE)[2].rpartition(_AFTER)[0]
-        if not written or shown.replace(written, "", 1) != plain:
+        content_parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+        both = ({"role": "user", "content": content} for content in (content_parts, _BEFORE + _AFTER))
+        rendered, plain = (render_chat(self._tokenizer, [message]) for message in both)
+        written = rendered.partition(_BEFORE)[2].rpartition(_AFTER)[0]
+        if not written or rendered.replace(written, "", 1) != plain:
             reason = "writes nothing for an image" if not written else "writes messages with images differently"
             raise PromptError(f"the model's chat template {reason}: images cannot be sent to it")
         return written
@@ -157,12 +157,12 @@ class VisionTokenizer:
             raise PromptError(f"the model's processor cannot read an image: {str(error)[:300]}") from error
 
 
-def _find(prompt: bytes, wanted: bytes, start: int) -> int:
+def _find(prompt: bytes, ids: bytes, start: int) -> int:
     """The index of int32 ids in a prompt, from index ``start`` on; -1 if they are missing."""
-    at = prompt.find(wanted, 4 * start)
-    while at >= 0 and at % 4:
-        at = prompt.find(wanted, at + 1)
-    return at // 4 if at >= 0 else -1
+    index = prompt.find(ids, 4 * start)
+    while index >= 0 and index % 4:
+        index = prompt.find(ids, index + 1)
+    return index // 4 if index >= 0 else -1
 
 
 def _restore(tokenizer: Any, processor: Any, path: str) -> VisionTokenizer:

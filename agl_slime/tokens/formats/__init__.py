@@ -113,10 +113,10 @@ def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, ...]]
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         try:
-            asked = render_chat(tokenizer, [question], generation_prompt=True, **kwargs)
+            prompt = render_chat(tokenizer, [question], generation_prompt=True, **kwargs)
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             whole = render_chat(tokenizer, [question, answer], **kwargs)
         except PromptError:
             continue
         if _NAME in whole:
-            yield whole[shared_length(asked, whole) :], whole.rpartition(_QUESTION)[2]
+            yield whole[shared_length(prompt, whole) :], whole.rpartition(_QUESTION)[2]

@@ -93,8 +93,8 @@ class BlockParser(ToolParser):
         return self.begin, self.end, *self.opening, *self.closing, *self.inner
 
     @abstractmethod
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        """The calls after the mark that ends at ``at``, and their end; ``ValueError`` without any."""
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        """The calls after the mark that ends at ``start``, and their end; ``ValueError`` without any."""
 
     def marks(self) -> tuple[str, ...]:
         return *self.opening, self.begin
@@ -117,37 +117,37 @@ class BlockParser(ToolParser):
 
     def _blocks(self, text: str) -> Iterator[tuple[int, int, list[ToolCall]]]:
         """Begin and end of all calls, with the marks around them, and of text that looks like a call and is none."""
-        done = at = unread = 0
-        while unread < _MAX_UNREAD and (mark := text.find(self.begin, at)) >= 0:
-            at = mark + len(self.begin)
+        done = position = unread = 0
+        while unread < _MAX_UNREAD and (mark := text.find(self.begin, position)) >= 0:
+            position = mark + len(self.begin)
             unread += 1
             if self.sectioned and not self._in_section(text, mark):
                 continue
             start = mark - _opening(text[done:mark], self.opening)
             try:
-                calls, end = self.read(text, at)
+                calls, end = self.read(text, position)
             except (ValueError, RecursionError):
-                if (end := self._unread(text, at)) is not None:
+                if (end := self._unread(text, position)) is not None:
                     yield start, end, []
                 continue
             unread -= 1
-            done = at = _after(text, end, self.closing)
+            done = position = _after(text, end, self.closing)
             yield start, done, calls
 
-    def _in_section(self, text: str, at: int) -> bool:
-        return _last(text, self.opening, at) > _last(text, self.closing, at)
+    def _in_section(self, text: str, position: int) -> bool:
+        return _last(text, self.opening, position) > _last(text, self.closing, position)
 
-    def _unread(self, text: str, at: int) -> int | None:
-        """The end of what looks like a call after the mark that ends at ``at``; ``None`` if the mark is mentioned."""
-        following = text.find(self.begin, at)
-        end = text.find(self.end, at) if self.end else -1
+    def _unread(self, text: str, start: int) -> int | None:
+        """The end of a seeming call after the mark that ends at ``start``; ``None`` if the mark is only mentioned."""
+        following = text.find(self.begin, start)
+        end = text.find(self.end, start) if self.end else -1
         if end >= 0 and not 0 <= following < end:
             return _after(text, end + len(self.end), self.closing)
-        return (following if following >= 0 else len(text)) if self.starts.match(text, at) else None
+        return (following if following >= 0 else len(text)) if self.starts.match(text, start) else None
 
 
-def _last(text: str, marks: tuple[str, ...], before: int) -> int:
-    return max((text.rfind(mark, 0, before) for mark in marks), default=-1)
+def _last(text: str, marks: tuple[str, ...], end: int) -> int:
+    return max((text.rfind(mark, 0, end) for mark in marks), default=-1)
 
 
 def _opening(text: str, opening: tuple[str, ...]) -> int:
@@ -158,13 +158,13 @@ def _opening(text: str, opening: tuple[str, ...]) -> int:
 
 
 def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
-    at = skip_blanks(text, end)
-    return next((at + len(mark) for mark in closing if text.startswith(mark, at)), end)
+    start = skip_blanks(text, end)
+    return next((start + len(mark) for mark in closing if text.startswith(mark, start)), end)
 
 
 def cut_at_marks(text: str, marks: Sequence[str]) -> str:
     """``text`` up to the first of ``marks``, or up to a possible beginning of one at its end."""
-    first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
+    first = min((index for mark in marks if (index := text.find(mark)) >= 0), default=None)
     if first is not None:
         return text[:first]
     partial = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
@@ -182,16 +182,16 @@ def const(value: str) -> dict[str, Any]:
 _BLANKS = re.compile(r"\s*")
 
 
-def skip_blanks(text: str, at: int) -> int:
-    return _BLANKS.match(text, at).end()  # type: ignore[union-attr]
+def skip_blanks(text: str, start: int) -> int:
+    return _BLANKS.match(text, start).end()  # type: ignore[union-attr]
 
 
 _DECODER = json.JSONDecoder()
 
 
-def json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at ``at``, and its end."""
-    return _DECODER.raw_decode(text, skip_blanks(text, at))
+def json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value at ``start``, and its end."""
+    return _DECODER.raw_decode(text, skip_blanks(text, start))
 
 
 def read_object(written: Any) -> dict[str, Any]:

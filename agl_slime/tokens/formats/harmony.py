@@ -38,11 +38,7 @@ class HarmonyParser(ToolParser):
         # the engine stops at the first call's end
         return {"type": "or", "elements": form["tags"]} if len(functions) > 1 else form["tags"][0]
 
-    def parse(self, text: str) -> AnswerParts:
-        """All parts, with the reasoning."""
-        return self.parts(text)
-
-    def parts(self, text: str, *, sampling: bool = False) -> AnswerParts:
+    def parse(self, text: str, *, sampling: bool = False) -> AnswerParts:
         """The parts of an answer; while ``sampling``, only the parts that no further text can change."""
         reasoning: list[str] = []
         content: list[str] = []
@@ -76,5 +72,5 @@ class HarmonyParser(ToolParser):
 
 def _messages(text: str) -> list[tuple[str, bool]]:
     """The messages of an answer, and whether each is closed."""
-    parts = _ENDS.split(text)
-    return [(part, number < len(parts) - 1) for number, part in enumerate(parts) if part.strip()]
+    pieces = _ENDS.split(text)
+    return [(part, number < len(pieces) - 1) for number, part in enumerate(pieces) if part.strip()]

@@ -29,23 +29,23 @@ def call_of_json(value: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id=str(value.get("id") or ""))
 
 
-def calls_of_json(text: str, at: int, end: str) -> tuple[list[ToolCall], int]:
+def calls_of_json(text: str, position: int, end: str) -> tuple[list[ToolCall], int]:
     """The calls in JSON values, objects or lists of them, up to the mark ``end``; in the first value without a mark."""
     calls: list[ToolCall] = []
-    while not calls or (end and not text.startswith(end, at)):
-        value, at = json_at(text, at)
+    while not calls or (end and not text.startswith(end, position)):
+        value, position = json_at(text, position)
         calls += map(call_of_json, value if isinstance(value, list) else [value])
         if not calls:
             raise ValueError("an empty list")
-        at = skip_blanks(text, at) if end else at
-    return calls, at + len(end)
+        position = skip_blanks(text, position) if end else position
+    return calls, position + len(end)
 
 
 class JsonBlockParser(BlockParser):
     """A format with names and arguments in JSON between two marks."""
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        return calls_of_json(text, at, self.end)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        return calls_of_json(text, start, self.end)
 
 
 @register_tool_parser("hermes", "qwen")
@@ -99,10 +99,10 @@ class MistralParser(BlockParser):
     starts = re.compile(r"\s*(?:[\[{]|[\w./-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))")
     _head = re.compile(r"\s*([\w./-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        head = self._head.match(text, at)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        head = self._head.match(text, start)
         if head is None:
-            return calls_of_json(text, at, "")
+            return calls_of_json(text, start, "")
         value, end = json_at(text, head.end())
         return [ToolCall(name=head[1], arguments=read_object(value), id=head[2] or "")], end
 
@@ -122,8 +122,8 @@ class NamedJsonParser(BlockParser):
     head: re.Pattern[str]
     tail: re.Pattern[str]
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        head = self.head.match(text, at)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        head = self.head.match(text, start)
         if head is None:
             raise ValueError("no name")
         value, end = json_at(text, head.end())
@@ -229,12 +229,12 @@ class LlamaJsonParser(ToolParser):
         unread = [0] * bare + [start for start in starts if text.startswith("{", skip_blanks(text, start))]
         return AnswerParts(content=text, malformed=(text[unread[0] :],) if unread else ())
 
-    def _read(self, text: str, at: int) -> list[ToolCall]:
+    def _read(self, text: str, position: int) -> list[ToolCall]:
         calls: list[ToolCall] = []
-        while at < len(text.rstrip()):
-            value, at = json_at(text, at)
+        while position < len(text.rstrip()):
+            value, position = json_at(text, position)
             calls.append(call_of_json(value))
-            at += len(text[at:]) - len(text[at:].lstrip("; \n"))
+            position += len(text[position:]) - len(text[position:].lstrip("; \n"))
         if not calls:
             raise ValueError("no call")
         return calls

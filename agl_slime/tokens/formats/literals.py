@@ -21,15 +21,15 @@ class Lfm2Parser(BlockParser):
     begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
     template_marks = "<|tool_call_start|>", "<|tool_list_start|>"
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        if re.compile(r"\s*\[?\s*\{").match(text, at):
-            return calls_of_json(text, at, self.end)
-        end = text.find(self.end, at)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        if re.compile(r"\s*\[?\s*\{").match(text, start):
+            return calls_of_json(text, start, self.end)
+        end = text.find(self.end, start)
         for _ in range(_MAX_ENDS):
             if end < 0:
                 break
             try:
-                return _calls_of_python(text[at:end].strip()), end + len(self.end)
+                return _calls_of_python(text[start:end].strip()), end + len(self.end)
             except (ValueError, SyntaxError, MemoryError):
                 end = text.find(self.end, end + len(self.end))  # the end mark may be in a string
         raise ValueError("no calls")
@@ -84,48 +84,48 @@ class Gemma4Parser(BlockParser):
     _plain = re.compile(r"[^,{}\[\]<]+")
     _quote = '<|"|>'
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        head = self._head.match(text, at)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        head = self._head.match(text, start)
         if head is None:
             raise ValueError("no name")
-        arguments, at = self._value(text, head.end())
-        end = skip_blanks(text, at)
+        arguments, value_end = self._value(text, head.end())
+        end = skip_blanks(text, value_end)
         if text.startswith(self.end, end):
             end += len(self.end)
         elif end < len(text) or text[: head.start()].strip() != self.begin:
             raise ValueError("the call is not closed")
         return [ToolCall(name=head[1], arguments=read_object(arguments))], end
 
-    def _value(self, text: str, at: int) -> tuple[Any, int]:
-        at = skip_blanks(text, at)
-        if text.startswith(self._quote, at):
-            start = at + len(self._quote)
+    def _value(self, text: str, position: int) -> tuple[Any, int]:
+        position = skip_blanks(text, position)
+        if text.startswith(self._quote, position):
+            start = position + len(self._quote)
             end = text.index(self._quote, start)
             return text[start:end], end + len(self._quote)
-        if text.startswith(("{", "["), at):
-            return self._items(text, at)
-        plain = self._plain.match(text, at)
+        if text.startswith(("{", "["), position):
+            return self._items(text, position)
+        plain = self._plain.match(text, position)
         if plain is None:
             raise ValueError("no value")
         return _plain_value(plain[0].strip()), plain.end()
 
-    def _items(self, text: str, at: int) -> tuple[Any, int]:
-        keyed = text[at] == "{"
+    def _items(self, text: str, position: int) -> tuple[Any, int]:
+        keyed = text[position] == "{"
         close = "}" if keyed else "]"
         pairs: list[tuple[Any, Any]] = []
-        at = skip_blanks(text, at + 1)
-        while not text.startswith(close, at):
-            key = self._key.match(text, at) if keyed else None
+        position = skip_blanks(text, position + 1)
+        while not text.startswith(close, position):
+            key = self._key.match(text, position) if keyed else None
             if keyed and key is None:
                 raise ValueError("no key")
-            value, at = self._value(text, key.end() if key else at)
+            value, position = self._value(text, key.end() if key else position)
             pairs.append(((key[1] if key[1] is not None else key[2]) if key else None, value))
-            at = skip_blanks(text, at)
-            if text.startswith(",", at):
-                at = skip_blanks(text, at + 1)
-            elif not text.startswith(close, at):
+            position = skip_blanks(text, position)
+            if text.startswith(",", position):
+                position = skip_blanks(text, position + 1)
+            elif not text.startswith(close, position):
                 raise ValueError("no end")
-        return (dict(pairs) if keyed else [value for _, value in pairs]), at + 1
+        return (dict(pairs) if keyed else [value for _, value in pairs]), position + 1
 
 
 def _plain_value(text: str) -> Any:

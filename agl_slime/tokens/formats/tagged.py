@@ -22,34 +22,34 @@ class TaggedParser(UntypedParser):
     value_end: str
     open_last = False
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        head = self.head.match(text, at)
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        head = self.head.match(text, start)
         if head is None:
             raise ValueError("no name")
         first = end = text.find(self.end, head.end())
         for _ in range(_MAX_ENDS):
             if end < 0 or self.begin in text[first:end]:  # the end may be the next call's
                 break
-            after = end + len(self.end)
-            open_last = self.open_last and text.startswith(self.closing, skip_blanks(text, after))
+            call_end = end + len(self.end)
+            open_last = self.open_last and text.startswith(self.closing, skip_blanks(text, call_end))
             try:
                 arguments = self._arguments(text[head.end() : end].rstrip(), open_last)
             except ValueError:
-                end = text.find(self.end, after)  # the end mark may be in an argument
+                end = text.find(self.end, call_end)  # the end mark may be in an argument
             else:
-                return [ToolCall(name=head[1], arguments=arguments)], after
+                return [ToolCall(name=head[1], arguments=arguments)], call_end
         raise ValueError("no arguments that end")
 
     def _arguments(self, body: str, open_last: bool) -> dict[str, object]:
         arguments: dict[str, object] = {}
-        at = 0
-        while body[at:].strip():
-            key = self.key.match(body, at)
+        position = 0
+        while body[position:].strip():
+            key = self.key.match(body, position)
             if key is None:
                 raise ValueError("text between the arguments")
             following = self.key.search(body, key.end())
-            at = following.start() if following else len(body)
-            value = body[key.end() : at]
+            position = following.start() if following else len(body)
+            value = body[key.end() : position]
             if value.rstrip().endswith(self.value_end):
                 value = value.rstrip().removesuffix(self.value_end)
             elif self.value_end in value or not (following or open_last):
@@ -77,9 +77,9 @@ class QwenXmlParser(TaggedParser):
     value_end, open_last = "</parameter>", True
     call_grammar = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
 
-    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        calls, end = super().read(text, at)
-        if not (self._in_section(text, at) or text.startswith(self.closing, skip_blanks(text, end))):
+    def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
+        calls, end = super().read(text, start)
+        if not (self._in_section(text, start) or text.startswith(self.closing, skip_blanks(text, end))):
             raise ValueError("a mention of the form")
         return calls, end
 

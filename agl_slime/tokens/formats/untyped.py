@@ -42,10 +42,10 @@ _JSON_TYPES |= {list: "array", dict: "object"}
 def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None) -> tuple[str, ...]:
     """The JSON types that a schema allows, by ``type``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` (within ``root``),
     ``enum`` and ``const``; empty without any of them."""
-    seen = set() if _seen is None else _seen
-    if not isinstance(schema, Mapping) or id(schema) in seen:
+    visited = set() if _seen is None else _seen
+    if not isinstance(schema, Mapping) or id(schema) in visited:
         return ()
-    seen.add(id(schema))
+    visited.add(id(schema))
     types = [kind for kind in _listed(schema.get("type")) if isinstance(kind, str)]
     values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     if not types:
@@ -57,7 +57,7 @@ def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None
         for key in reference.removeprefix("#/").split("/"):
             target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
         inner.append(target)
-    return tuple(dict.fromkeys([*types, *(kind for each in inner for kind in types_of(each, root, seen))]))
+    return tuple(dict.fromkeys([*types, *(kind for each in inner for kind in types_of(each, root, visited))]))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -203,7 +203,7 @@ _reward = st.sampled_from((-1.0, 0.0, 0.25, 1.0, 3.0))
 def _rewards(draw: st.DrawFn, turns: list[Turn]) -> dict[int, TurnReward]:
     """Of some turns, a role's, or of several turns by the first of them."""
     rewards: dict[int, TurnReward] = {}
-    role = TurnReward(draw(_reward), {}, of="role:planner")
+    role = TurnReward(draw(_reward), {}, target="role:planner")
     for turn in range(len(turns)):
         kind = draw(st.sampled_from(("rollout", "role", "turn", "before")))
         if kind == "before" and (last := rewards.get(turn - 1)) is not None:
@@ -211,7 +211,7 @@ def _rewards(draw: st.DrawFn, turns: list[Turn]) -> dict[int, TurnReward]:
         elif kind == "role":
             rewards[turn] = role
         elif kind == "turn":
-            rewards[turn] = TurnReward(draw(_reward), {}, of=f"turn:{turn}")
+            rewards[turn] = TurnReward(draw(_reward), {}, target=f"turn:{turn}")
     return rewards
 
 
