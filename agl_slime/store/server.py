@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
@@ -32,7 +33,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
-from agl_slime.support.http import INLINE_PARSE_BYTES, decompressed, encoding_of, encoding_refusal
+from agl_slime.support.http import INLINE_PARSE_BYTES, decompressed, encoding_of, encoding_refusal, is_too_deep
 from agl_slime.support.net import has_token, page_refusal, public_host, require_local_address, require_token
 from agl_slime.support.threads import run_blocking, run_in_thread
 
@@ -48,6 +49,8 @@ UNNUMBERED = 0
 _CANCELLED_WINDOW = 10_000
 _PLANS = 16  # newest training steps whose plans are kept
 _SLICE = 100  # calls or spans that are executed (in milliseconds) before the loop serves other requests
+_AGL_ROUTES = "/v1/agl"
+_CUT_SHORT = "the connection ended before the end of the body"
 _MAX_BODY = 512 * 2**20  # bytes; this package's clients send at most 32 MB and one more call
 
 
@@ -177,6 +180,8 @@ class StoreService:
             response = None
             try:
                 refusal = await _decompress(request, encoding) if encoding != "identity" else None
+                if request.url.path.startswith(_AGL_ROUTES):
+                    refusal = refusal or await _unstorable(request)
                 response = refusal or await call_next(request)
             except Exception:
                 if received <= _MAX_BODY:
@@ -184,6 +189,29 @@ class StoreService:
             return response if received <= _MAX_BODY else _too_large()
 
         app.middleware("http")(admit)
+
+        async def mistyped(request: Request, error: Any) -> JSONResponse:
+            return JSONResponse({"detail": _first_problem(error)}, status_code=422)
+
+        async def refused(request: Request, error: Any) -> JSONResponse:
+            """Of an unknown id, say; Agent Lightning would answer 500 with a traceback, and its client would retry."""
+            return JSONResponse({"detail": f"{type(error).__name__}: {error!s:.300}"}, status_code=400)
+
+        app.add_exception_handler(RequestValidationError, mistyped)
+        app.add_exception_handler(ValueError, refused)
+
+
+async def _unstorable(request: Request) -> JSONResponse | None:
+    """The refusal of a body that Agent Lightning's routes would store, and could then not write into an answer."""
+    try:
+        if not await request.body() or not is_too_deep(await _json(request)):
+            return None
+        detail = "the body is nested more than 250 deep"
+    except ClientDisconnect:
+        detail = _CUT_SHORT
+    except HTTPException as error:
+        detail = error.detail
+    return JSONResponse({"detail": detail}, status_code=400)
 
 
 async def _decompress(request: Any, encoding: str) -> JSONResponse | None:
@@ -266,7 +294,7 @@ async def _json(request: Request) -> Any:
         raw = await request.body()
         return orjson.loads(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(orjson.loads, raw)
     except ClientDisconnect as error:
-        raise HTTPException(400, "the connection ended before the end of the body") from error
+        raise HTTPException(400, _CUT_SHORT) from error
     except orjson.JSONDecodeError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
 
@@ -284,12 +312,16 @@ def _pages_of(feed: FinishedFeed) -> Callable[[Request], Awaitable[FeedPage]]:
         try:
             follower = _Follower.model_validate(await _json(request))
         except ValidationError as error:
-            [first, *_] = error.errors()
-            field = ".".join(map(str, first["loc"])) or "the body"
-            raise HTTPException(400, f"{field}: {first['msg']}") from error
+            raise HTTPException(400, _first_problem(error)) from error
         return await feed.wait(FeedPosition(follower.server_instance_id, follower.last), follower.wait_s)
 
     return pages
+
+
+def _first_problem(error: ValidationError | RequestValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"])) or "the body"
+    return f"{place:.99}: {first['msg']:.200}"
 
 
 async def execute_batch(store: BridgeStore, body: Any) -> bytes:
@@ -322,6 +354,8 @@ async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
             await _write(store, chunk)
         return [span.sequence_id for span in spans]
     if call["op"] == "attempt":
+        if is_too_deep(call["fields"]):
+            raise ValueError("the fields are nested more than 250 deep")
         attempt = await store.update_attempt(call["rollout_id"], call["attempt_id"], **call["fields"])
         return attempt.model_dump(mode="json")
     if call["op"] == "release":

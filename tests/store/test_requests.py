@@ -96,6 +96,47 @@ async def test_every_answer_is_typed():
                 assert status in (200, 400), (path, body, text)
 
 
+UNSTORABLE = ["NaN", "-Infinity", "1e999", "1" + "0" * 400, '"\\ud800"', "[" * 300 + "]" * 300]
+AGL_BODIES = [
+    (ENQUEUE, {"rollouts": [{"input": 0}]}),
+    (ENQUEUE, {"rollouts": [{"input": 1, "metadata": {"key": 0}}]}),
+    ("/v1/agl/rollouts", {"input": 1, "config": {"timeout_seconds": 0}}),
+    ("/v1/agl/rollouts/search", {"limit": 0}),
+    ("/v1/agl/queues/rollouts/dequeue", {"limit": 0, "worker_id": "w"}),
+    ("/v1/agl/workers/w", {"heartbeat_stats": {"key": 0}}),
+    ("/v1/agl/resources", {"resources": {"main_llm": {"resource_type": "llm", "endpoint": 0, "model": "m"}}}),
+    ("/v1/agl/waits/rollouts", {"rollout_ids": [], "timeout": 0}),
+    ("/v1/agl/spans", {"rollout_id": "r", "attributes": {"key": 0}}),
+    ("/v1/agl/rollouts/unknown", {"status": 0}),
+    ("/v1/agl/rollouts/unknown/attempts/unknown", {"metadata": {"key": 0}}),
+]
+
+
+@pytest.mark.parametrize("value", UNSTORABLE, ids=lambda value: value[:12])
+async def test_json_that_cannot_be_stored_is_a_400_and_nothing_is_stored(value: str):
+    with StoreService(store=BridgeStore()) as service:
+        for path, body in AGL_BODIES:
+            status, text = await post(service.url, path, json.dumps(body).replace("0", value).encode())
+            assert (status, len(text) < 200) == (400, True), (path, text)
+            assert isinstance(json.loads(text)["detail"], str)
+        attempt = {"op": "attempt", "rollout_id": "r", "attempt_id": "a", "fields": {"metadata": {"key": 0}}}
+        status, text = await post(
+            service.url, BATCH_PATH, json.dumps({"calls": [attempt]}).replace("0", value).encode()
+        )
+        assert status == 400 or "nested more than 250 deep" in text
+        assert [*await service._store.query_rollouts(), *await service._store.query_workers()] == []
+
+
+async def test_every_json_body_has_a_typed_answer_from_agent_lightnings_routes():
+    with StoreService(store=BridgeStore()) as service:
+        for path, body in AGL_BODIES:
+            values = st.fixed_dictionaries({}, optional=dict.fromkeys(body, ANY_JSON))
+            for raw in drawn(values.map(lambda values, body=body: {**body, **values}) | ANY_JSON, 100):
+                status, text = await post(service.url, path, raw)
+                assert status in (200, 201, 400, 404, 422), (path, raw, text)
+                assert status < 400 or (len(text) < 500 and isinstance(json.loads(text)["detail"], str)), text
+
+
 async def test_follower_survives_a_proxys_answers_while_the_store_is_down():
     """A proxy's page, with status 200, and JSON that is no page of a feed."""
 
