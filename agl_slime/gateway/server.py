@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from importlib.metadata import entry_points
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -57,7 +58,7 @@ _ADDRESS = re.compile(
     r"(?:/v1)*(?P<path>/.*)?",
     re.DOTALL,
 )
-_PROTOCOLS: dict[str, Protocol] = {
+PROTOCOLS: dict[str, Protocol] = {
     "/chat/completions": ChatCompletions(),
     "/completions": Completions(),
     "/responses": Responses(),
@@ -68,15 +69,35 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/inference/v1/generate": Generate(),
     "/tokenize": Tokenize(),
 }
+"""The clients' protocols by path, without ``/v1``. Packages add theirs as entry points of the group
+``agl_slime.protocols``, which ``Gateway`` loads (``add_installed_protocols``)."""
 _OTHER_PATHS = ("/", "/models", "/conversations", "/seen")
-SERVED_PATHS = frozenset((*_PROTOCOLS, *_OTHER_PATHS[1:]))
-"""Paths of the clients' protocols, without ``/v1``."""
 _INLINE_LOG_PROBS_MAX = 2_000  # an answer with more is written in a thread: a thousand take some milliseconds
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _MAX_SILENCE_S = 15.0  # of a stream
 _STOP_S = 5.0
 _MAX_ENDED = 10_000
 _RETURN_MEMORY_EVERY_S = 30.0
+
+
+def add_installed_protocols() -> None:
+    """Raises ``ConfigError`` for an entry point that makes no ``Protocol`` or has the path of another."""
+    for point in entry_points(group="agl_slime.protocols"):
+        if type(PROTOCOLS.get(point.name)).__module__ == point.module:
+            continue
+        try:
+            protocol = point.load()()
+        except Exception as error:
+            raise ConfigError(f"the protocol {point.name} by {point.value} cannot be loaded: {error!r}") from error
+        if not isinstance(protocol, Protocol) or not point.name.startswith("/") or point.name in served_paths():
+            problem = "must be a subclass of agl_slime.gateway.protocol.Protocol at a path that is not served yet"
+            raise ConfigError(f"the entry point {point.name} = {point.value} of agl_slime.protocols {problem}")
+        PROTOCOLS[point.name] = protocol
+
+
+def served_paths() -> frozenset[str]:
+    """Paths of the clients' protocols, without ``/v1``."""
+    return frozenset((*PROTOCOLS, *_OTHER_PATHS[1:]))
 
 
 class Gateway:
@@ -88,6 +109,7 @@ class Gateway:
     """The form of the addresses that are served."""
 
     def __init__(self, settings: GatewaySettings | None = None, *, access: EngineAccess | None = None) -> None:
+        add_installed_protocols()
         self.settings = settings or GatewaySettings()
         self.access = access or EngineAccess()
         self.url = ""
@@ -294,7 +316,7 @@ class Gateway:
         return attempt
 
     async def _route(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
-        protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
+        protocol = PROTOCOLS.get(path) if request.method == "POST" else None
         attempt.count_request(f"{request.method} {path}", served=protocol is not None or path in _OTHER_PATHS)
         if request.method in ("HEAD", "OPTIONS") or path == "/":
             return web.Response()
@@ -306,7 +328,7 @@ class Gateway:
         if request.method == "POST" and path == "/conversations":
             return await self._create_conversation(request, attempt)
         if protocol is None:
-            served = ", ".join(f"/v1{path}" for path in sorted(SERVED_PATHS))
+            served = ", ".join(f"/v1{path}" for path in sorted(served_paths()))
             message = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(message, status=404, code="unknown_url")
         body = attempt.bodies.look(request.path, await whole_body(request))
@@ -398,7 +420,7 @@ def client_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def _protocol_of(path: str, request: web.Request) -> Protocol:
     """The protocol for errors."""
     default = "/messages" if "anthropic-version" in request.headers else "/chat/completions"
-    return _PROTOCOLS.get(path) or _PROTOCOLS[default]
+    return PROTOCOLS.get(path) or PROTOCOLS[default]
 
 
 async def _off_loop(call: Call, result: CallResult, write: Callable[[CallResult], T]) -> T:

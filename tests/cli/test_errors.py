@@ -16,6 +16,7 @@ from agl_slime.cli.main import COMMANDS, main
 from agl_slime.types import HAS_SLIME
 from tests.harness.engine_faults import Status
 from tests.harness.loop_thread import in_thread
+from tests.harness.packages import install
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.servers import free_port
 
@@ -180,15 +181,11 @@ def test_a_run_whose_reader_ends_stops_as_after_ctrl_c() -> None:
 def test_a_package_adds_a_command_by_an_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    info = tmp_path / "site" / "longest-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: longest\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[agl_slime.commands]\nlongest = longest_answer:longest\n")
-    (tmp_path / "site" / "longest_answer.py").write_text(
+    source = (
         "def longest(first: str, second: str, /, *, at_least: int = 0) -> None:\n"
         "    print(max((text for text in (first, second) if len(text) >= at_least), key=len))\n"
     )
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    install(tmp_path, monkeypatch, group="agl_slime.commands", entry="longest = longest_answer:longest", source=source)
     assert main(["longest", "aaa", "bb", "--at-least", "2"]) == 0
     assert capsys.readouterr().out == "aaa\n"
     assert main([]) == 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agl_slime.errors import TraceError
+from agl_slime.errors import ConfigError, TraceError
+from agl_slime.gateway.server import PROTOCOLS, Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_trajectory
@@ -29,6 +32,7 @@ from tests.harness.gateway import (
     serving,
     trained_once,
 )
+from tests.harness.packages import install
 from tests.harness.tokenizers import small_tokenizer
 
 HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, user("Hello?")]
@@ -217,3 +221,26 @@ def test_a_summary_of_the_context_is_a_compaction_and_other_tools_an_edit() -> N
         talk.ask(user("And?"), tools=[WEATHER])
         assert [turn.fork for turn in case.turns[3:]] == [ForkReason.COMPACTION, ForkReason.EDITED_HISTORY]
         trained_once(case.turns, case.segments)
+
+
+def test_a_package_adds_a_protocol_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The protocol is docs/any-agent.md's own: two turns of a conversation are one Sample."""
+    page = (Path(__file__).parents[2] / "docs/any-agent.md").read_text()
+    (example,) = re.findall(r"```python\n(# ollama_protocol.*?)```", page, re.DOTALL)
+    monkeypatch.setattr("agl_slime.gateway.server.PROTOCOLS", {**PROTOCOLS})
+    with monkeypatch.context() as installed:
+        entry = "/api/chat = ollama_protocol:OllamaChat"
+        install(tmp_path / "a", installed, group="agl_slime.protocols", entry=entry, source=example)
+        with serving("Four.", "Five.") as case:
+            first = post(case, "api/chat", messages=HELLO, keep_alive="5m")
+            assert first["message"] == {"role": "assistant", "content": "Four."}
+            post(case, "api/chat", messages=[*HELLO, first["message"], user("And?")])
+            one_sample(case)
+    for number, (entry, problem) in enumerate(
+        [("/chat/completions = fine:Fine", "not served yet"), ("/other = fine:absent", "cannot be loaded")]
+    ):
+        with monkeypatch.context() as installed:
+            source = "from agl_slime.gateway.chat import ChatCompletions as Fine"
+            install(tmp_path / str(number), installed, group="agl_slime.protocols", entry=entry, source=source)
+            with pytest.raises(ConfigError, match=problem):
+                Gateway()

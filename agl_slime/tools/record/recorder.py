@@ -29,7 +29,7 @@ from aiohttp import web
 from agl_slime.agent.access import EngineAccess
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.server import SERVED_PATHS, Address
+from agl_slime.gateway.server import Address, served_paths
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.support.agl_types import LLM
@@ -97,7 +97,7 @@ class RecordGateway(TokenGateway):
             if self._file(rollout_id).path.exists():  # no key opens it
                 raise await self._gone(rollout_id)
             self._check_token(request, address)
-            if address.get("path") not in SERVED_PATHS:
+            if address.get("path") not in served_paths():
                 message = f"{request.method} {request.path:.80} is not served, and there is no rollout {rollout_id:.80}"
                 raise GatewayRequestError(message, status=404, code="unknown_url")
             attempt = await self._begin(rollout_id, task=None, metadata={})
