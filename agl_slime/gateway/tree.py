@@ -12,7 +12,7 @@ continues from elsewhere, or while the conversation is busy, gets a branch, whic
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,7 +98,8 @@ class Tree:
     _last_paths: list[tuple[Path, ...]] = field(default_factory=list)
     _last_forks: int = 0
     _last_steps: list[Path] = field(default_factory=list)  # the path of the last request, step by step
-    _written_ids: dict[str, str] = field(default_factory=dict)  # ids of calls as the model wrote them, by served id
+    # ids of calls as the model wrote them, by served id; by state and id where a client gives an answer's calls others
+    _written_ids: dict[str | tuple[int, str], str] = field(default_factory=dict)
 
     def find(self, messages: list[Message]) -> Match:
         """The longest match of a request. Replaces answers in ``messages`` by the equal ones in the tree."""
@@ -127,7 +128,7 @@ class Tree:
             rest[0] = {**rest[0], "sampled": "by one of several"}
         fork = self._fork_reason(messages, len(matched), path.node, conversation)
         keys = [*map(message_key, rest)]
-        whole = [*matched, *map(self._with_written_ids, rest)]
+        whole = [*matched, *self._with_written_ids(rest, path.node)]
         return Match(whole, len(matched), keys, path.state, path.node, conversation, fork)
 
     def acquire(self, match: Match) -> Conversation:
@@ -203,6 +204,9 @@ class Tree:
     def _extend(self, path: Path, message: Message, *, last: bool) -> list[Path]:
         """The paths with one message more, the likeliest first; several if the tree has it in several forms."""
         if message["role"] == "assistant" and (node := self._find_answer(path.state, message)) is not None:
+            for call, served in zip(message.get("tool_calls") or (), node.served.get("tool_calls") or (), strict=False):
+                if call["id"] != served["id"]:
+                    self._written_ids[node.state, call["id"]] = self._written_ids[served["id"]]
             return [Path(node.state, node, path.length + 1, node.sampled, path)]
         children = self._find_messages(path.state, message, exact=last)
         return [Path(state, path.node, path.length + 1, child, path) for state, child in children]
@@ -254,14 +258,20 @@ class Tree:
         )
         return None if fork is ForkReason.BRANCH else fork  # tokens tell branches apart
 
-    def _with_written_ids(self, message: Message) -> Message:
-        """``message`` with the ids of calls as the model wrote them, which templates expect."""
-        if message.get("tool_call_id") in self._written_ids:
-            message = {**message, "tool_call_id": self._written_ids[message["tool_call_id"]]}
-        if message.get("tool_calls"):
-            calls = [{**call, "id": self._written_ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
-            message = {**message, "tool_calls": calls}
-        return message
+    def _with_written_ids(self, messages: Sequence[Message], node: Node | None) -> Iterator[Message]:
+        """``messages`` with the ids of calls as the model wrote them, which templates expect; the results before the
+        next answer are of calls of ``node``."""
+        ids = self._written_ids
+        for message in messages:
+            if message["role"] == "assistant":
+                node = None
+            if identity := message.get("tool_call_id"):
+                key = (node.state if node is not None else -1, identity)
+                message = {**message, "tool_call_id": ids.get(key) or ids.get(identity, identity)}
+            if message.get("tool_calls"):
+                calls = [{**call, "id": ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
+                message = {**message, "tool_calls": calls}
+            yield message
 
 
 def _keys(message: Message) -> list[Hashable]:

@@ -21,7 +21,7 @@ import json
 import marshal
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -228,7 +228,7 @@ class ChatTemplate:
         if places is not None and (bare == answer or self.render([*history, bare], generation_prompt=False) != alone):
             begin, end, rest = places
             return Addition(rest, generation_prompt, alone[begin:end], rendered)
-        return RewrittenHistory(drops_thinking=self._drops_thinking(history, bare, written))
+        return RewrittenHistory(drops_thinking=self._drops_thinking([*history, answer], written))
 
     def _locate(self, written: str, alone: str, prompt: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
         """Begin and end of an answer in ``alone``, the rendering that ends with it, and the text of ``written`` after
@@ -267,15 +267,20 @@ class ChatTemplate:
         ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
         return max(ends, key=len, default="")
 
-    def _drops_thinking(self, history: Sequence[Message], bare: Message, written: str) -> bool:
-        """Whether ``written`` is the history without its thinking; marks of it may stay."""
-        without = [*map(self.fields.without_thinking, history), bare]
-        try:
-            text = self.render(without, generation_prompt=False)
-        except PromptError:
-            return False
+    def _drops_thinking(self, history: list[Message], written: str) -> bool:
+        """Whether ``written`` is the history without all its thinking or the last answer's; marks of it may stay."""
+        bare = [*map(self.fields.without_thinking, history)]
         marks = re.compile("|".join(map(re.escape, self.fields.marks)))
-        return match_end(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
+        for without in (bare, [*history[:-1], bare[-1]]):
+            if without == history:
+                continue
+            try:
+                text = self.render(without, generation_prompt=False)
+            except PromptError:
+                continue
+            if match_end(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None:
+                return True
+        return False
 
 
 class PlainTextTemplate(ChatTemplate):
@@ -358,7 +363,7 @@ def _key(messages: Sequence[Any]) -> bytes | None:
 Render = Callable[[Sequence[Message], bool], str]
 
 _QUESTION: Message = {"role": "user", "content": "?"}
-_OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+_OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "SENTINELname", "arguments": {"x": 1}}}
 
 
 class CallFormat:
@@ -372,32 +377,34 @@ class CallFormat:
             return messages
         if self._wants_text:
             messages = [_with_arguments_as_text(message) for message in messages]
-        if self._wants_short_ids:
-            messages = [_with_short_ids(message) for message in messages]
-        return messages
+        return [*self._with_ids(messages)]
 
     @functools.cached_property
     def _wants_text(self) -> bool:
         """Whether the template refuses arguments as objects and accepts JSON in a string (DeepSeek-V3)."""
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_OBJECTS]}]
-        return not self._accepts(called) and self._accepts([_with_arguments_as_text(message) for message in called])
+        as_text = [_with_arguments_as_text(message) for message in called]
+        return self._written(called) is None and self._written(as_text) is not None
 
     @functools.cached_property
-    def _wants_short_ids(self) -> bool:
-        """Whether the template accepts ids of nine letters and digits only (Mistral)."""
-        call = {**_OBJECTS, "id": "call_0"}
+    def _with_ids(self) -> Callable[[Sequence[Message]], Iterable[Message]]:
+        """Gives calls ids that the template accepts: nine letters and digits (Mistral), ids that name the function,
+        whose name is not written apart (Kimi), or any."""
+        call: Message = {**_OBJECTS, "id": "SENTINEL_id"}
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        called.append({"role": "tool", "tool_call_id": "call_0", "name": "f", "content": "r"})
+        called.append({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "r"})
         if self._wants_text:
             called = [_with_arguments_as_text(message) for message in called]
-        return not self._accepts(called) and self._accepts([_with_short_ids(message) for message in called])
+        short = functools.partial(map, _with_short_ids)
+        if (text := self._written(called)) is None:
+            return short if self._written([*short(called)]) is not None else iter
+        return _with_names_in_ids if call["id"] in text and call["function"]["name"] not in text else iter
 
-    def _accepts(self, messages: Sequence[Message]) -> bool:
+    def _written(self, messages: Sequence[Message]) -> str | None:
         try:
-            self._render(messages, True)
+            return self._render(messages, True)
         except PromptError:
-            return False
-        return True
+            return None
 
 
 def _with_arguments_as_text(message: Message) -> Message:
@@ -422,6 +429,29 @@ def _with_short_ids(message: Message) -> Message:
     if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
         return {**message, "tool_call_id": _short(message["tool_call_id"])}
     return message
+
+
+def _with_names_in_ids(messages: Iterable[Message]) -> Iterator[Message]:
+    """``messages`` with ids that name the function and number the conversation's calls, as Kimi's models write them.
+    Results without an id belong to the last answer's calls, in their order."""
+    ids: dict[Any, str] = {}
+    count, last = 0, iter(())
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            named = [{**call, "id": _named(call, number)} for number, call in enumerate(calls, count)]
+            ids |= {call.get("id"): new["id"] for call, new in zip(calls, named, strict=True)}
+            count, last = count + len(calls), (new["id"] for new in named)
+            message = {**message, "tool_calls": named}
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            message = {**message, "tool_call_id": ids.get(given, given) if given else next(last, "")}
+        yield message
+
+
+def _named(call: Mapping[str, Any], number: int) -> str:
+    name, identity = str(call.get("function", call).get("name")), str(call.get("id") or "")
+    fits = re.fullmatch(rf"(?:functions\.)?{re.escape(name)}(?::\d+)?", identity)
+    return identity if fits else f"functions.{name}:{number}"
 
 
 def _short(identity: str) -> str:

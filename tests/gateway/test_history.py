@@ -4,6 +4,7 @@ messages in parts, with tools that a server ran, with arguments that JSON cannot
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -464,4 +465,35 @@ def test_an_answers_call_that_comes_back_without_arguments_is_no_fork(arguments:
         assert call["function"].pop("arguments") == "{}"
         call["function"] |= arguments
         talk.ask(*talk.results("noon"))
+        one_sample(case)
+
+
+# as Kimi's: a call is its id, which names the function
+IDS_ARE_NAMES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '## ' ~ m.tool_call_id ~ ': ' if m.role == 'tool' }}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@STREAMED
+@pytest.mark.parametrize("path", CHATS)
+def test_ids_of_calls_are_the_clients_to_it_and_the_templates_in_prompts(path: str, streamed: bool) -> None:
+    """Of calls that were not sampled here, and of one whose id the client replaces."""
+    call = '<|tool_call_begin|>functions.weather:7<|tool_call_argument_begin|>{"city": "Rome"}<|tool_call_end|>'
+    with serving(call + call.replace(":7", ":8"), "Sunny.", template=IDS_ARE_NAMES) as case:
+        talk = Talk(case, path, tools=TOOLS[path])
+        talk.ask(user("x"), *(item for name in ("now", "weather") for item in called(path, name, name, arguments={})))
+        for number, served in enumerate(dict.fromkeys(re.findall(r"call_\w{16}", json.dumps(talk.answer)))):
+            talk.answer = json.loads(json.dumps(talk.answer).replace(served, f"call_{number}"))
+            talk.history = json.loads(json.dumps(talk.history).replace(served, f"call_{number}"))
+        assert [*map(str, range(2))] == re.findall(r"call_(\d)\b", json.dumps(talk.results()))
+        body = body_of(path, [*talk.history, *talk.results()], tools=TOOLS[path], stream=streamed)
+        httpx.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+        written = [
+            re.findall(r"(?:call_begin\|>|## )(?:functions\.)?(.+?)(?:<|: )", prompt) for prompt in prompts(case)
+        ]
+        given, sampled = ["now:0"] * 2 + ["weather:1"] * 2, ["weather:7", "weather:8"] * 2
+        assert written == [given, given + sampled]
         one_sample(case)

@@ -263,6 +263,21 @@ LEAVES_THE_END = (
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )
 
+# as DeepSeek R1's: of answers with calls only the first has its content, with thinking
+WRITES_ONE_CONTENT = (
+    "{% set ns = namespace(called=false) %}{% for m in messages %}"
+    "{% if not (m.tool_calls and ns.called) %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set ns.called = true %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+# as Mistral Nemo's: the system message is in the last message, if that is the user's
+SYSTEM_LAST = (
+    "{% for m in messages[1:] %}<|im_start|>{{ m.role }}\n"
+    "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 # as gpt-oss's: marks of channels in content are refused
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
@@ -278,6 +293,7 @@ CHANNELS = (
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 ASK, THEN = [{"role": "user", "content": "?"}], {"role": "user", "content": "And then?"}
+RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
 
 
 def context_of(template: str, *tokens: str, messages: Any = ASK, **options: Any) -> tuple[ChatContext, Any]:
@@ -320,13 +336,24 @@ def test_answer_truncated_after_a_call_is_closed_as_the_template_does(rest: str)
     assert tokenizer.decode(following[len(ids) :]) == added
 
 
-def test_a_template_that_leaves_the_end_of_dropped_thinking_drops_thinking() -> None:
-    context, tokenizer = context_of(LEAVES_THE_END)
-    answer(context, tokenizer, "So Rome.</think>It is Rome.")
-    context.add(THEN)
-    prompt, _ = answer(context, tokenizer, "So Oslo.</think>Oslo.")
-    assert "<|im_start|>assistant\n</think>It is Rome." in tokenizer.decode(prompt)
-    assert context.fork is ForkReason.DROPPED_THINKING
+@pytest.mark.parametrize(
+    ("source", "said", "following", "kept", "fork"),
+    [
+        (LEAVES_THE_END, ["So Rome.</think>Rome."], THEN, "assistant\n</think>Rome.", ForkReason.DROPPED_THINKING),
+        (WRITES_ONE_CONTENT, [f"t\n</think>\n\nI look.{CALL}"] * 2, RESULT, "t\n</think>", ForkReason.DROPPED_THINKING),
+        (SYSTEM_LAST, ["Rome."], RESULT, "user\n?<|im_end|>", ForkReason.TEMPLATE),
+    ],
+)
+def test_a_fork_is_of_dropped_thinking_if_the_template_drops_any(
+    source: str, said: list[str], following: Any, kept: str, fork: ForkReason
+) -> None:
+    context, tokenizer = context_of(source, messages=[SYSTEM, *ASK], tools=TOOLS)
+    for text in said:
+        answer(context, tokenizer, text)
+        context.add(following)
+    prompt, _ = answer(context, tokenizer, "Yes.")
+    assert text_of(tokenizer, prompt).count(kept) == 1
+    assert context.forks == {fork: 1}
 
 
 @pytest.mark.parametrize("options", [{"stop": "<|return|>"}, {"finish": "length"}])
