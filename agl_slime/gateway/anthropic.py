@@ -12,7 +12,7 @@ from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
 from agl_slime.gateway.files import text_of_uri
 from agl_slime.gateway.messages import Message, read_messages, system_text, text_of
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse
 
 _IMPOSED = ("temperature", "top_p", "top_k")
 _HONOURED = "messages system model tools tool_choice max_tokens stop_sequences stream output_config output_format"
@@ -29,7 +29,7 @@ class AnthropicMessages(Protocol):
         "corresponding `tool_use` block before it"
     )
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         if body.get("thread"):  # on this error tool runners send whole conversations
             message = "threads are not kept here: send the whole conversation without thread"
             raise GatewayRequestError(message, code=THREADS_UNSUPPORTED, param="thread")
@@ -37,17 +37,17 @@ class AnthropicMessages(Protocol):
         if body.get("max_tokens") is None and not self.counts_only:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
         system = system_text(body.get("system") or "", "system", join="\n")
-        given = body.get("messages")
-        if not isinstance(given, list) or not given:
+        items = body.get("messages")
+        if not isinstance(items, list) or not items:
             raise GatewayRequestError("messages: at least one message is required", param="messages")
         tools = _tools(body.get("tools"))
         return Call(
-            messages=[*([{"role": "system", "content": system}] if system else ()), *_messages(given, tools.loaded)],
+            messages=[*([{"role": "system", "content": system}] if system else ()), *_messages(items, tools.loaded)],
             model=str(body.get("model") or ""),
-            tools=tools.shown,
+            tools=tools.listed,
             loaded=tools.loaded,
             server_tools=tools.server_tools,
-            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.shown or tools.loaded)),
+            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.listed or tools.loaded)),
             template_kwargs=body.get("chat_template_kwargs") or {},
             thinking=self.thinking_request(body),
             max_tokens=number(body, "max_tokens", least=1),
@@ -57,7 +57,7 @@ class AnthropicMessages(Protocol):
             stream=bool(body.get("stream")),
         )
 
-    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
         return _messages(items, None)
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
@@ -166,35 +166,35 @@ Loaded = tuple[dict[str, Any], ...] | None
 
 
 def _messages(items: list[Any], loaded: Loaded) -> list[Message]:
-    read = (message for at, item in enumerate(items) for message in _read(item, f"messages.{at}", loaded))
+    read = (message for index, item in enumerate(items) for message in _read(item, f"messages.{index}", loaded))
     return read_messages([*read])
 
 
-def _read(message: Any, where: str, loaded: Loaded) -> list[Message]:
+def _read(message: Any, param: str, loaded: Loaded) -> list[Message]:
     """An Anthropic message as OpenAI messages: tool results are separate messages before the user's text; results of
     server tools stand between the parts of the answer."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant", "system"):
-        raise GatewayRequestError(f"{where}.role: must be user or assistant, got {role!r}", param=where)
+        raise GatewayRequestError(f"{param}.role: must be user or assistant, got {role!r}", param=param)
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise GatewayRequestError(f"{where}.content: must be a string or a list of blocks", param=where)
+        raise GatewayRequestError(f"{param}.content: must be a string or a list of blocks", param=param)
     join = "" if role == "assistant" else "\n"
     messages: list[Message] = []
     read: Message = {"role": role, "content": []}
 
     def end() -> None:
         if read["content"] or len(read) > 2 or not messages:
-            messages.append({**read, "content": text_of(read["content"], f"{where}.content", join=join)})
+            messages.append({**read, "content": text_of(read["content"], f"{param}.content", join=join)})
 
-    for at, block in enumerate(content):
-        kind, place = block.get("type") if isinstance(block, Mapping) else None, f"{where}.content.{at}"
+    for index, block in enumerate(content):
+        kind, place = block.get("type") if isinstance(block, Mapping) else None, f"{param}.content.{index}"
         if kind == "tool_result":
-            parts = block.get("content")
-            parts = [_text(part, place, loaded) for part in parts] if isinstance(parts, list) else parts
-            messages.append(_result(block, text_of(parts, place, join="\n")))
+            result = block.get("content")
+            result = [_text(part, place, loaded) for part in result] if isinstance(result, list) else result
+            messages.append(_result(block, text_of(result, place, join="\n")))
         elif kind in ("tool_use", "server_tool_use", "mcp_tool_use"):
             function = {"name": block.get("name"), "arguments": block.get("input")}
             read.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
@@ -215,29 +215,29 @@ def _result(block: Mapping[str, Any], text: str) -> Message:
     return {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
 
 
-def _text(block: Any, where: str, loaded: Loaded) -> Any:
+def _text(block: Any, param: str, loaded: Loaded) -> Any:
     """A search result, document or tool reference as a text block; other blocks unchanged."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "search_result":
         head = (block.get("title"), block.get("source"))
-        return _as_text(*head, text_of(block.get("content"), f"{where}.content", join="\n"))
+        return _as_text(*head, text_of(block.get("content"), f"{param}.content", join="\n"))
     if kind == "document":
         source = block.get("source")
         form = source.get("type") if isinstance(source, Mapping) else None
         if not isinstance(source, Mapping) or form not in ("text", "content", "base64"):
-            message = f"{where}.source: a document of type {form!r:.40} is not read; types text and content are"
-            raise GatewayRequestError(message, param=where)
+            message = f"{param}.source: a document of type {form!r:.40} is not read; types text and content are"
+            raise GatewayRequestError(message, param=param)
         if form == "base64":
-            text = text_of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{where}.source")
+            text = text_of_uri(f"data:{source.get('media_type')};base64,{source.get('data')}", f"{param}.source")
         else:
-            text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
+            text = text_of(source.get("data" if form == "text" else "content"), f"{param}.source", join="\n")
         return _as_text(block.get("title"), block.get("context"), text)
     if kind == "tool_reference":
         name = block.get("tool_name")
         tools = [tool for tool in loaded or () if tool["function"]["name"] == name]
         if not tools:
-            message = f"{where}: Tool reference {name!r:.80} not found in available tools"
-            raise GatewayRequestError(message, code="tool_reference_unresolved", param=where)
+            message = f"{param}: Tool reference {name!r:.80} not found in available tools"
+            raise GatewayRequestError(message, code="tool_reference_unresolved", param=param)
         return _as_text(definitions(tools))
     return block
 
@@ -251,8 +251,8 @@ def _server_result(value: Any) -> str:
 
     def readable(item: Any) -> Any:
         if isinstance(item, Mapping):
-            kept = {key: readable(part) for key, part in item.items() if not str(key).startswith("encrypted_")}
-            return {key: part for key, part in kept.items() if part is not None}
+            fields = {key: readable(part) for key, part in item.items() if not str(key).startswith("encrypted_")}
+            return {key: part for key, part in fields.items() if part is not None}
         return [*map(readable, item)] if isinstance(item, list) else item
 
     return value if isinstance(value, str) else json.dumps(readable(value), ensure_ascii=False)
@@ -261,20 +261,20 @@ def _server_result(value: Any) -> str:
 def _tools(tools: Any) -> Tools:
     """The tools of a request. Deferred tools are shown when the client's search finds them, or at the beginning if a
     server tool would search."""
-    shown: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     deferred: list[dict[str, Any]] = []
     server_tools: list[str] = []
-    for at, tool in enumerate(tools or []):
+    for index, tool in enumerate(tools or []):
         if not isinstance(tool, Mapping):
-            raise GatewayRequestError(f"tools.{at}: must be an object with a name", param="tools")
-        read = anthropic_tool(tool, f"tools.{at}")
+            raise GatewayRequestError(f"tools.{index}: must be an object with a name", param="tools")
+        read = anthropic_tool(tool, f"tools.{index}")
         if read is None:
             server_tools.append(kind_of(tool))
         else:
-            (deferred if tool.get("defer_loading") else shown).append(read)
+            (deferred if tool.get("defer_loading") else listed).append(read)
     if any(kind.startswith("tool_search") for kind in server_tools):
-        shown, deferred = [*shown, *deferred], []
-    return Tools(shown=tuple(shown), loaded=tuple(deferred), server_tools=tuple(server_tools))
+        listed, deferred = [*listed, *deferred], []
+    return Tools(listed=tuple(listed), loaded=tuple(deferred), server_tools=tuple(server_tools))
 
 
 def _tool_choice(value: Any, tools: bool) -> str:
@@ -289,9 +289,9 @@ def _tool_choice(value: Any, tools: bool) -> str:
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     config = body.get("output_config") or {}
-    wanted = body.get("output_format") or config.get("format")
-    if not wanted:
+    output_format = body.get("output_format") or config.get("format")
+    if not output_format:
         return {}
-    if isinstance(wanted, Mapping) and isinstance(wanted.get("schema"), Mapping):
-        return json_constraint(wanted["schema"])
+    if isinstance(output_format, Mapping) and isinstance(output_format.get("schema"), Mapping):
+        return json_constraint(output_format["schema"])
     raise GatewayRequestError("output_config.format: must be a json_schema with its schema", param="output_config")

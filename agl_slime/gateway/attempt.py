@@ -71,8 +71,8 @@ class Attempt:
     Args:
         roles: the models that the rollout may ask, by resource name; ``main_llm`` is trained.
         secret: the key that clients show.
-        kept: conversations that responses may continue, by id.
-        seen: counts of requests by path, answers, retries, overridden parameters, refusals by status.
+        histories: messages that responses may continue, by the id of a response or conversation.
+        counts: numbers of requests by path, answers, retries, overridden parameters, refusals by status.
         limits: ``limits_of`` the rollout.
     """
 
@@ -86,14 +86,14 @@ class Attempt:
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     closed: bool = False
     bodies: Bodies = field(default_factory=Bodies)
-    kept: dict[str, list[Message]] = field(default_factory=dict)
-    seen: Counter[str] = field(default_factory=Counter)
+    histories: dict[str, list[Message]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     limits: Mapping[str, Any] = field(default_factory=dict)
     failure: EngineProtocolError | None = None
     """The engine's answer that cannot be right, which fails the rollout whatever its agent makes of it."""
     recent: RecentResponses = field(default_factory=RecentResponses)
     idle: threading.Event = field(default_factory=threading.Event)  # set when the attempt has ended and nothing is left
-    _written_counts: Counter[str] = field(default_factory=Counter)  # ``seen`` on the last span
+    _written_counts: Counter[str] = field(default_factory=Counter)  # ``counts`` on the last span
     _running: int = 0
     _pending: set[PendingResponse] = field(default_factory=set)
     _strays: int = 0
@@ -127,10 +127,10 @@ class Attempt:
 
     def count_request(self, name: str, *, served: bool) -> None:
         """Count a request by its method and path; unserved paths by name only while there are few."""
-        if not served and name not in self.seen:
+        if not served and name not in self.counts:
             self._strays += 1
             name = name[:80] if self._strays <= _MAX_STRAY_PATHS else "other paths"
-        self.seen[name] += 1
+        self.counts[name] += 1
 
     def _check_open(self) -> None:
         if self.closed:
@@ -165,7 +165,7 @@ class Attempt:
 
     def write_summary(self) -> None:
         """Write a last span with the counts of requests, if they have changed since the last answer's span."""
-        if self.seen != self._written_counts:
+        if self.counts != self._written_counts:
             self.write(names.GATEWAY_SPAN, self._rollout_attributes(), time.time())
 
     def forget(self) -> None:
@@ -182,16 +182,16 @@ class Attempt:
     def respond(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> PendingResponse:
         """The response to a request; for a retry the response to the original request, if there is one."""
         if retry and (response := self.recent.find(key)) is not None:
-            self.seen["retries_answered"] += 1
+            self.counts["retries_answered"] += 1
             return response
-        if self.seen["requests"] >= MAX_REQUESTS:
+        if self.counts["requests"] >= MAX_REQUESTS:
             message = f"rollout {self.rollout_id} has made {MAX_REQUESTS} requests, the most it may make"
             raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
         with self._lock:
             self._check_open()
             response = PendingResponse(key=key, n=call.n, prefix=prefix, answer=partial(self._answer, call, role))
             self._pending.add(response)
-        self.seen["requests"] += 1
+        self.counts["requests"] += 1
         response.task.add_done_callback(lambda _: self._on_done(response))
         self.recent.add(response, len(self._pending))
         return response
@@ -212,12 +212,12 @@ class Attempt:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
         for kind in call.server_tools:
-            self.seen[f"left_out/{kind}"] += 1
+            self.counts[f"left_out/{kind}"] += 1
             explain_once(kind)
         if call.compacts and not call.tools:
             call = replace(call, tools=self._tools_of(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
-        self.seen.update(f"overridden/{field}" for field in self._template_arguments(call, tokenizer, llm).ineffective)
+        self.counts.update(f"overridden/{name}" for name in self._template_arguments(call, tokenizer, llm).ineffective)
         reader = self._reader(call, tree, tokenizer)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
@@ -226,7 +226,7 @@ class Attempt:
             trained=trained,
             constraints=self.settings.constraints,
             parser=reader.parser,
-            overridden=self.seen,
+            overridden=self.counts,
         )
         if not trained:
             untrained = f"role:{role}"
@@ -263,11 +263,11 @@ class Attempt:
             node = tree.add_answer(match, conversation, sampled=sampled, served=served, ids=ids, cut=answer.cut)
             response.nodes.append(node)
             if call.store_from is not None and index == 0:
-                self.kept[response.id] = [*call.messages[call.store_from :], served]
+                self.histories[response.id] = [*call.messages[call.store_from :], served]
                 if call.conversation:
-                    self.kept[call.conversation] = self.kept[response.id]
+                    self.histories[call.conversation] = self.histories[response.id]
             self._note_answer(node, match, (id(tree), node.parent_state), requested_at)
-            self.seen["answers"] += 1
+            self.counts["answers"] += 1
             self._write_spans({names.RESPONSE_ID: response.id, names.ROLE: role})
             if answer.cut:  # the client has left; the part that it got is written
                 raise asyncio.CancelledError
@@ -307,7 +307,7 @@ class Attempt:
         """The empty answer after a limit, as of a model that stops at once."""
         self._empty += 1
         self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: response.id, **self._rollout_attributes()}, time.time())
-        self.seen[f"stopped/{stopped.reason.value}"] += 1
+        self.counts[f"stopped/{stopped.reason.value}"] += 1
         if self._empty > _MAX_EMPTY_ANSWERS:
             message = f"{stopped}, and the agent continues to ask"
             raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
@@ -368,20 +368,20 @@ class Attempt:
             return self._arguments
         tools, kwargs = [*call.tools] or None, dict(call.template_kwargs)
         if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
-            where = f"chat_template_kwargs.{reserved[0]}"
-            raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
+            param = f"chat_template_kwargs.{reserved[0]}"
+            raise GatewayRequestError(f"{param} is not a client's to set; the run decides on it", param=param)
         ineffective = call.thinking.fields
         if ineffective and not call.raw:
             template = self.access.template(tokenizer, tools, kwargs, llm=llm)
-            more, ineffective = thinking_arguments(template, call.thinking)
-            kwargs |= more
+            arguments, ineffective = thinking_arguments(template, call.thinking)
+            kwargs |= arguments
         self._arguments = _TemplateArguments(fields, kwargs, template_key(tools, kwargs), ineffective)
         return self._arguments
 
     def _tools_changed(self, role: str, tree: Tree, messages: list[Message]) -> ForkReason | None:
         """The reason for a fork when a conversation continues with other tools, which its prompt lists."""
-        others = (other for (name, _), other in self._trees.items() if name == role and other is not tree)
-        return ForkReason.EDITED_HISTORY if any(other.find([*messages]).node for other in others) else None
+        siblings = (sibling for (name, _), sibling in self._trees.items() if name == role and sibling is not tree)
+        return ForkReason.EDITED_HISTORY if any(sibling.find([*messages]).node for sibling in siblings) else None
 
     def _tools_of(self, role: str, messages: list[Message]) -> tuple[dict[str, Any], ...]:
         """The tools of the conversation that ``messages`` continue."""
@@ -405,7 +405,7 @@ class Attempt:
 
     def _rollout_attributes(self) -> dict[str, Any]:
         """Attributes of the whole rollout; every span has them, and the last span's count."""
-        self._written_counts = +self.seen
+        self._written_counts = +self.counts
         attributes = {names.GATEWAY: json.dumps(self._written_counts)}
         roles = dict.fromkeys((*self.roles, *self.settings.trained_models, *self.settings.untrained_models))
         if len(roles) > 1:

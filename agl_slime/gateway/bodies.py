@@ -26,7 +26,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.images import marked_body
 from agl_slime.gateway.messages import check_results
-from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
+from agl_slime.gateway.protocol import Histories, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import INLINE_PARSE_BYTES, json_value
 from agl_slime.support.threads import run_in_thread
@@ -38,7 +38,7 @@ _MAX_REQUESTS = 4  # conversations of an attempt at a time
 _IMAGES = ImageSettings()
 _SETTINGS = GatewaySettings()
 _MAX_SHARED = 64
-_PROBE = "an item that nobody sends: 5f1c2f3d"
+_PROBE = "an item that no client sends: 5f1c2f3d"
 
 
 @dataclass(slots=True)
@@ -78,14 +78,14 @@ class Bodies:
     def look(self, path: str, raw: bytes) -> Request:
         """The request with its key, and the request that it extends."""
         candidates = [each for each in self._requests if _may_extend(each, path, raw)]
-        digest, view, match, at = _digest(path), memoryview(raw), None, 0
+        digest, view, match, position = _digest(path), memoryview(raw), None, 0
         for each in sorted(candidates, key=lambda each: each.length):
-            digest.update(view[at : each.length])
-            at = each.length
+            digest.update(view[position : each.length])
+            position = each.length
             if digest.digest() == each.digest:
                 match = each, digest.copy()
         if match is None:
-            digest.update(view[at:])
+            digest.update(view[position:])
             return Request(path, raw, digest.digest())
         previous, digest = match
         end = len(raw) - len(previous.tail)
@@ -98,20 +98,20 @@ class Bodies:
         self,
         request: Request,
         protocol: Protocol,
-        kept: Kept,
+        histories: Histories,
         defaults: Mapping[str, Any] = MappingProxyType({}),
         settings: GatewaySettings = _SETTINGS,
     ) -> tuple[Mapping[str, Any], Call]:
         """The body, whose list has only the items that writing an answer needs, and the call with all messages. Raises
         ``GatewayRequestError``."""
         if request.previous is not None and (
-            extended := await self._extend(request, request.previous, protocol, kept, settings.max_messages)
+            extended := await self._extend(request, request.previous, protocol, histories, settings.max_messages)
         ):
             return extended
         body = await _off_loop(request.raw, partial(parsed_body, request.raw))
         body, images = await marked_body(request.raw, body, settings.images)
         body = {**defaults, **body}
-        call = await _off_loop(request.raw, partial(_read, protocol, body, kept, settings.max_messages))
+        call = await _off_loop(request.raw, partial(_read, protocol, body, histories, settings.max_messages))
         if images:
             call = replace(call, images=images)
         if not protocol.list_field or not isinstance(body.get(protocol.list_field), list):
@@ -122,7 +122,7 @@ class Bodies:
         return short, call
 
     async def _extend(
-        self, request: Request, previous: _ReadRequest, protocol: Protocol, kept: Kept, most: int
+        self, request: Request, previous: _ReadRequest, protocol: Protocol, histories: Histories, most: int
     ) -> tuple[Mapping[str, Any], Call] | None:
         """The call of ``previous`` with new messages; ``None`` to read the whole body: the new part may be no list, be
         refused, or show images."""
@@ -132,7 +132,8 @@ class Bodies:
             items = json_value(b"[" + request.new[1:] + b"]")
             marked, images = await marked_body(request.new, {protocol.list_field: items}, _IMAGES)
             items = marked[protocol.list_field]
-            new = await _off_loop(request.new, partial(protocol.read_more, items, kept)) if items and not images else []
+            read = partial(protocol.read_more, items, histories)
+            new = await _off_loop(request.new, read) if items and not images else []
         except (ValueError, GatewayRequestError):
             return None
         if not new:
@@ -162,8 +163,8 @@ async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
     return work() if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(work)
 
 
-def _read(protocol: Protocol, body: Mapping[str, Any], kept: Kept, most: int) -> Call:
-    call = protocol.read(body, kept)
+def _read(protocol: Protocol, body: Mapping[str, Any], histories: Histories, most: int) -> Call:
+    call = protocol.read(body, histories)
     _check(call, protocol, most)
     return call
 
@@ -180,13 +181,13 @@ def _with_shared_parts(request: _ReadRequest) -> _ReadRequest:
     """``request`` with the body and tools of an equal one of another attempt: the parsed tools of an agent are as large
     as many turns."""
     key = request.path, request.tail
-    if (other := _shared.get(key)) is None:
+    if (shared := _shared.get(key)) is None:
         if len(_shared) >= _MAX_SHARED:
             del _shared[next(iter(_shared))]
         _shared[key] = replace(request, call=replace(request.call, messages=[]))
-    elif other.body == request.body and other.call.tools == request.call.tools:
-        call = replace(request.call, tools=other.call.tools)
-        return replace(request, body=other.body, call=call, tail=other.tail)
+    elif shared.body == request.body and shared.call.tools == request.call.tools:
+        call = replace(request.call, tools=shared.call.tools)
+        return replace(request, body=shared.body, call=call, tail=shared.tail)
     return request
 
 
@@ -205,12 +206,12 @@ def _end_of_list(request: _ReadRequest, raw: bytes, name: str) -> int | None:
     first = request.raw
     length = min(len(first), len(raw))
     differs = np.frombuffer(first, np.uint8, length) != np.frombuffer(raw, np.uint8, length)
-    at = int(differs.argmax()) if length else 0
-    tail = first[at:]
-    if not (length and differs[at]) or raw[at] != ord(",") or len(raw) <= len(first) or not raw.endswith(tail):
+    index = int(differs.argmax()) if length else 0
+    tail = first[index:]
+    if not (length and differs[index]) or raw[index] != ord(",") or len(raw) <= len(first) or not raw.endswith(tail):
         return None
     try:
-        probe = orjson.loads(first[:at] + b"," + orjson.dumps(_PROBE) + tail)
+        probe = orjson.loads(first[:index] + b"," + orjson.dumps(_PROBE) + tail)
         plain = orjson.loads(first)
     except ValueError:
         return None

@@ -20,7 +20,7 @@ from agl_slime.gateway.calls import (
 )
 from agl_slime.gateway.declared import Tools, custom_arguments, custom_input, custom_tool, read_allowed, unknown_tool
 from agl_slime.gateway.messages import Message, read_messages
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse, token_name
+from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse, token_name
 
 _HONOURED = """
     messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
@@ -40,7 +40,7 @@ class ChatCompletions(Protocol):
         "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
     )
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         if body.get("functions") or body.get("function_call"):
             message = "functions and function_call are OpenAI's old form: send tools"
             raise GatewayRequestError(message, param="functions")
@@ -55,7 +55,7 @@ class ChatCompletions(Protocol):
             tools=tools,
             tool_choice=choice,
             allowed=allowed,
-            returned_arguments=dict.fromkeys(_custom(body), lambda given: custom_arguments(custom_input(given))),
+            returned_arguments=dict.fromkeys(_custom(body), lambda args: custom_arguments(custom_input(args))),
             max_tokens=self.max_tokens(body),
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=_MOST_CHOICES) or 1,
@@ -67,7 +67,7 @@ class ChatCompletions(Protocol):
             stream=bool(body.get("stream")),
         )
 
-    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
         return _messages(items)
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
@@ -104,8 +104,8 @@ class _ChatStream(Stream):
 
     def end(self, result: CallResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
-            for at, call in enumerate(_tool_calls(choice, _custom(self.body))):
-                yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
+            for n, call in enumerate(_tool_calls(choice, _custom(self.body))):
+                yield self._chunk(index, {"tool_calls": [{"index": n, **call}]})
             log_probs = logprobs(choice, _names(self.body, self.decode)) if self.body.get("logprobs") else None
             last: dict[str, Any] = {"logprobs": log_probs, "finish_reason": choice.finish}
             ids = {"token_ids": choice.token_ids} if self.body.get("return_token_ids") else {}
@@ -115,9 +115,9 @@ class _ChatStream(Stream):
             yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, index: int, delta: Any, end: Any = _UNFINISHED, **more: Any) -> bytes:
+    def _chunk(self, index: int, delta: Any, end: Any = _UNFINISHED, **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, **end}
-        return sse({**_head(self.head, "chat.completion.chunk"), **more, "choices": [choice]})
+        return sse({**_head(self.head, "chat.completion.chunk"), **fields, "choices": [choice]})
 
 
 def _head(result: CallResult, kind: str) -> dict[str, Any]:
@@ -173,13 +173,13 @@ def _token(token: int, value: float, decode: Decode) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+def _read_tool(tool: Any, param: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     inner = tool.get(kind) if kind in ("function", "custom") else None
     if isinstance(kind, str) and kind not in ("function", "custom"):
-        raise unknown_tool(where, kind, schema="parameters")
+        raise unknown_tool(param, kind, schema="parameters")
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
-        raise GatewayRequestError(f"{where} must be a function or a custom tool with a name", param=where)
+        raise GatewayRequestError(f"{param} must be a function or a custom tool with a name", param=param)
     if kind == "custom":
         return custom_tool(inner["name"], inner)
     return function_tool(inner["name"], inner.get("description"), inner.get("parameters"))
@@ -217,7 +217,7 @@ def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, fr
         return (value or "auto") if tools or value is None else "none", None
     inner = value.get("allowed_tools") if isinstance(value, Mapping) else None
     if isinstance(inner, Mapping):
-        return read_allowed(inner, Tools(shown=tools), _name_of)
+        return read_allowed(inner, Tools(listed=tools), _name_of)
     if name := _name_of(value):
         return name, None
     choices = "auto, none, required, allowed_tools, or a function or custom tool with its name"
@@ -233,14 +233,14 @@ def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("regex", "ebnf", "json_schema"):  # of SGLang
         if body.get(name):
             return {name: body[name]}
-    wanted = body.get("response_format") or {}
-    kind = wanted.get("type", "text") if isinstance(wanted, Mapping) else None
+    response_format = body.get("response_format") or {}
+    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else None
     if kind == "text":
         return {}
     if kind == "json_object":
         return json_constraint({"type": "object"})
-    schema = wanted.get("json_schema") if kind == "json_schema" else None
+    schema = response_format.get("json_schema") if kind == "json_schema" else None
     if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
         message = "response_format must be text, json_object, or json_schema with its schema, got "
-        raise GatewayRequestError(message + json.dumps(wanted)[:80], param="response_format")
+        raise GatewayRequestError(message + json.dumps(response_format)[:80], param="response_format")
     return json_constraint(schema["schema"])

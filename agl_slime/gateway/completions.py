@@ -9,7 +9,7 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Call, CallResult, Choice, number, strings
 from agl_slime.gateway.chat import usage
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse, token_name
+from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse, token_name
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " return_token_ids return_tokens_as_token_ids stream_options regex ebnf json_schema"
@@ -22,7 +22,7 @@ class Completions(Protocol):
     honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "cmpl-"
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         if (body.get("best_of") or 1) == 1:
             body = {key: value for key, value in body.items() if key != "best_of"}
         self.check_fields(body)
@@ -49,7 +49,7 @@ class Completions(Protocol):
         )
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
-        ended = [_ended(body, at, choice, choice.content, result, decode) for at, choice in enumerate(result.choices)]
+        ended = [_ended(body, n, choice, choice.content, result, decode) for n, choice in enumerate(result.choices)]
         return {**_head(result), "choices": ended, "usage": usage(result)}
 
     def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:

@@ -30,10 +30,10 @@ _PLACE: dict[str, Any] = {"type": "array", "items": _WHOLE, "minItems": 2, "maxI
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """The tools of a request: ``shown`` at the beginning of the prompt, ``loaded`` by a search for tools;
+    """The tools of a request: ``listed`` at the beginning of the prompt, ``loaded`` by a search for tools;
     ``server_tools`` are the types of tools that the provider's server would run."""
 
-    shown: tuple[dict[str, Any], ...] = ()
+    listed: tuple[dict[str, Any], ...] = ()
     loaded: tuple[dict[str, Any], ...] = ()
     server_tools: tuple[str, ...] = ()
 
@@ -43,8 +43,8 @@ def kind_of(tool: Mapping[str, Any]) -> str:
     return _DATE.sub("", str(tool.get("type") or ""))
 
 
-def unknown_tool(where: str, kind: Any, *, schema: str) -> GatewayRequestError:
-    message = f"{where} is a tool of type {kind!r:.80}, which is not served here: declare a function with its {schema}"
+def unknown_tool(param: str, kind: Any, *, schema: str) -> GatewayRequestError:
+    message = f"{param} is a tool of type {kind!r:.80}, which is not served here: declare a function with its {schema}"
     return GatewayRequestError(message, code="unsupported_tool", param="tools")
 
 
@@ -63,7 +63,7 @@ def read_allowed(
     if mode not in ("auto", "required") or not isinstance(listed, list):
         message = f"tool_choice.mode must be auto or required, and tools a list of tools, got {value!r:.80}"
         raise GatewayRequestError(message, param="tool_choice")
-    offered = {tool["function"]["name"] for tool in (*tools.shown, *tools.loaded)}
+    offered = {tool["function"]["name"] for tool in (*tools.listed, *tools.loaded)}
     allowed = frozenset(filter(None, map(name_of, listed)))
     if unknown := sorted(allowed - offered):
         raise GatewayRequestError(f"tool_choice allows {unknown[0]!r:.80}, which tools has not", param="tool_choice")
@@ -89,7 +89,7 @@ _FIRST_ACTIONS += " cursor_position"
 _ACTIONS = f"{_FIRST_ACTIONS} triple_click left_mouse_down left_mouse_up scroll hold_key wait"
 
 
-def anthropic_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def anthropic_tool(tool: Mapping[str, Any], param: str) -> dict[str, Any] | None:
     """A tool of Anthropic's messages as a function; ``None`` for a server tool."""
     kind, name = kind_of(tool), tool.get("name")
     if tool.get("input_schema") is not None and isinstance(name, str):
@@ -98,10 +98,10 @@ def anthropic_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None
         return None
     if kind in ("", "custom"):
         missing = "input_schema" if isinstance(name, str) else "name"
-        raise GatewayRequestError(f"{where}.{missing}: Field required", param="tools")
+        raise GatewayRequestError(f"{param}.{missing}: Field required", param="tools")
     describe = _ANTHROPIC_TOOLS.get(kind)
     if describe is None:
-        raise unknown_tool(where, tool["type"], schema="input_schema")
+        raise unknown_tool(param, tool["type"], schema="input_schema")
     description, parameters = describe(tool)
     return function_tool(str(name or kind), tool.get("description") or description, parameters)
 
@@ -130,8 +130,8 @@ def _editing(commands: str) -> dict[str, Any]:
 
 def _memory(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     described = "View, create, edit, delete and rename files of your memory, which is the directory /memories."
-    more = dict.fromkeys(("insert_text", "old_path", "new_path"), _TEXT)
-    return described, _object("command", **_editing(f"{_EDITS} delete rename"), **more)
+    texts = dict.fromkeys(("insert_text", "old_path", "new_path"), _TEXT)
+    return described, _object("command", **_editing(f"{_EDITS} delete rename"), **texts)
 
 
 def _computer(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -213,9 +213,9 @@ def _shell(arguments: Arguments) -> dict[str, Any] | None:
 
 
 def _apply_patch(arguments: Arguments) -> dict[str, Any] | None:
-    wanted = {"type", "path"} | ({"diff"} if arguments.get("type") in ("create_file", "update_file") else set())
-    fits = arguments.get("type") in _OPERATIONS and arguments.keys() == wanted
-    return {"operation": dict(arguments)} if fits and all(isinstance(arguments[name], str) for name in wanted) else None
+    names = {"type", "path"} | ({"diff"} if arguments.get("type") in ("create_file", "update_file") else set())
+    fits = arguments.get("type") in _OPERATIONS and arguments.keys() == names
+    return {"operation": dict(arguments)} if fits and all(isinstance(arguments[name], str) for name in names) else None
 
 
 _OPERATIONS = ("create_file", "update_file", "delete_file")
@@ -255,7 +255,7 @@ KIND_OF_ITEM = {f"{kind}_call": kind for kind in OPENAI_TOOLS}
 KIND_OF_OUTPUT = {f"{kind}_call_output".replace("search_call", "search"): kind for kind in OPENAI_TOOLS}
 
 
-def openai_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def openai_tool(tool: Mapping[str, Any], param: str) -> dict[str, Any] | None:
     """A tool of a kind in ``OPENAI_TOOLS`` as a function; ``None`` for a server tool."""
     kind = kind_of(tool)
     environment = tool.get("environment")
@@ -264,7 +264,7 @@ def openai_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     if kind in _OPENAI_SERVER_TOOLS or (kind in OPENAI_TOOLS and on_server):
         return None
     if (local := OPENAI_TOOLS.get(kind)) is None:
-        raise unknown_tool(where, tool.get("type"), schema="parameters")
+        raise unknown_tool(param, tool.get("type"), schema="parameters")
     described = str(tool.get("description") or local.description)
     skills = environment.get("skills") if isinstance(environment, Mapping) else None
     for skill in skills if isinstance(skills, list) else ():

@@ -26,40 +26,40 @@ async def marked_body(
         if isinstance(items := body.get(name), list):
             body = {
                 **body,
-                name: [await _marked(item, f"{name}[{at}]", images, settings) for at, item in enumerate(items)],
+                name: [await _marked(item, f"{name}[{n}]", images, settings) for n, item in enumerate(items)],
             }
     return body, images
 
 
-async def _marked(item: Any, where: str, images: dict[str, Image], settings: ImageSettings) -> Any:
+async def _marked(item: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
     """A message, a part or a tool's result, with marks for images."""
     if not isinstance(item, Mapping):
         return item
     for name in _PARTS:
-        parts = item.get(name)
-        if not isinstance(parts, list):
+        content = item.get(name)
+        if not isinstance(content, list):
             continue
-        if any(map(is_image, parts)) and item.get("role") not in _SHOWS:
-            message = f"{where}.{name}: a message of role {item.get('role')!r:.40} shows an image"
-            raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=where)
+        if any(map(is_image, content)) and item.get("role") not in _SHOWS:
+            message = f"{param}.{name}: a message of role {item.get('role')!r:.40} shows an image"
+            raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=param)
         item = {
             **item,
-            name: [await _part(part, f"{where}.{name}[{n}]", images, settings) for n, part in enumerate(parts)],
+            name: [await _part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)],
         }
     return item
 
 
-async def _part(part: Any, where: str, images: dict[str, Image], settings: ImageSettings) -> Any:
+async def _part(part: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
     if not is_image(part):
-        return await _marked(part, where, images, settings)  # Anthropic's tool results have parts
+        return await _marked(part, param, images, settings)  # Anthropic's tool results have parts
     try:
         image = await read_part(part, settings)
     except PromptError as error:
-        raise GatewayRequestError(f"{where}: {error}", code="invalid_image", param=where) from error
+        raise GatewayRequestError(f"{param}: {error}", code="invalid_image", param=param) from error
     images[image.sha] = image
     if len(images) > settings.max_images:
-        message = f"{where}: the request shows more than max_images, {settings.max_images}"
-        raise GatewayRequestError(f"{message}: leave out some", code="invalid_image", param=where)
+        message = f"{param}: the request shows more than max_images, {settings.max_images}"
+        raise GatewayRequestError(f"{message}: leave out some", code="invalid_image", param=param)
     return {"type": "text", "text": image.mark}
 
 

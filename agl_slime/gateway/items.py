@@ -23,7 +23,7 @@ from agl_slime.gateway.declared import (
     openai_tool,
 )
 from agl_slime.gateway.messages import Message, text_of
-from agl_slime.gateway.protocol import Kept
+from agl_slime.gateway.protocol import Histories
 
 JOIN = "__"  # between a namespace and a tool's name, in the function's name
 DECLARING = frozenset(("additional_tools", "tool_search_output", "compaction_trigger"))
@@ -56,21 +56,21 @@ class Items:
     _answer: Message | None = None
     _call_ids: dict[str, Any] = field(default_factory=dict)  # by id of the item
 
-    def add(self, item: Any, kept: Kept, where: str) -> None:
+    def add(self, item: Any, histories: Histories, param: str) -> None:
         """Add the next item. The parts of one answer (reasoning, text, calls) become one message."""
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if not isinstance(item, Mapping) or not isinstance(kind, str):
-            raise GatewayRequestError(f"{where} is of type {kind!r:.80}, which is not served here", param=where)
+            raise GatewayRequestError(f"{param} is of type {kind!r:.80}, which is not served here", param=param)
         if self.compacts:
-            raise GatewayRequestError(f"{where} follows a compaction_trigger, which must be the last item", param=where)
+            raise GatewayRequestError(f"{param} follows a compaction_trigger, which must be the last item", param=param)
         if kind == "item_reference":
-            item = _referenced_item(item.get("id"), kept, where)
+            item = _referenced_item(item.get("id"), histories, param)
             kind = item["type"]
         if kind == "message" and item.get("role") == "assistant":
-            self._answer_message(new=True)["content"] += text_of(item.get("content"), f"{where}.content")
+            self._answer_message(new=True)["content"] += text_of(item.get("content"), f"{param}.content")
         elif kind == "reasoning":
             answer = self._answer_message(new=True)
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + _reasoning(item, where)
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + _reasoning(item, param)
         elif kind in ("function_call", "custom_tool_call") or kind in KIND_OF_ITEM:
             call = _call(item, kind)
             self._call_ids[str(item.get("id"))] = call["id"]
@@ -80,28 +80,28 @@ class Items:
             self._answer_message().setdefault("tool_calls", []).append(call)
             self._add_result(call["id"], result)
         else:
-            self._add_other(item, kind, kept, where)
+            self._add_other(item, kind, histories, param)
 
-    def _add_other(self, item: Mapping[str, Any], kind: str, kept: Kept, where: str) -> None:
+    def _add_other(self, item: Mapping[str, Any], kind: str, histories: Histories, param: str) -> None:
         if kind == "message":
             self._add(item.get("role"), item.get("content"))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._add_result(item.get("call_id"), text_of(item.get("output"), f"{where}.output"))
+            self._add_result(item.get("call_id"), text_of(item.get("output"), f"{param}.output"))
         elif kind in KIND_OF_OUTPUT:
             call_id = item.get("call_id") or self._call_ids.get(str(item.get("id")))
-            self._add_result(call_id or _call_of(item.get("id"), kept), self._output(item, kind, where))
+            self._add_result(call_id or _call_of(item.get("id"), histories), self._output(item, kind, param))
         elif kind == "additional_tools":
-            self._add("developer", definitions(self._declare(item, where)))
+            self._add("developer", definitions(self._declare(item, param)))
         elif kind == "agent_message":
-            self._add("user", _between_agents(item, where))
+            self._add("user", _between_agents(item, param))
         elif kind in ("compaction", "compaction_summary"):
             self.summary_index = len(self.messages)
-            self._add("user", _SUMMARY + summary_of(item, where))
+            self._add("user", _SUMMARY + summary_of(item, param))
         elif kind == "compaction_trigger":
             self.compacts = True
             self._add("user", COMPACTION)
         else:
-            raise GatewayRequestError(f"{where} is of type {kind!r:.80}, which is not served here", param=where)
+            raise GatewayRequestError(f"{param} is of type {kind!r:.80}, which is not served here", param=param)
 
     def _answer_message(self, *, new: bool = False) -> Message:
         """The answer that an item belongs to; text or reasoning (``new``) after calls begins another answer."""
@@ -118,50 +118,50 @@ class Items:
         self._answer = None
         self.messages.append({"role": "tool", "tool_call_id": str(call_id or ""), "content": text})
 
-    def _output(self, item: Mapping[str, Any], kind: str, where: str) -> str:
+    def _output(self, item: Mapping[str, Any], kind: str, param: str) -> str:
         output = item.get("output")
         if kind == "tool_search_output":
-            return definitions(self._declare(item, where)) or "no tools found"
+            return definitions(self._declare(item, param)) or "no tools found"
         if kind == "apply_patch_call_output":
             return "\n".join(str(part) for part in (item.get("status"), output) if part)
         return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 
-    def _declare(self, item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        declared = declared_tools(item.get("tools"), f"{where}.tools")
+    def _declare(self, item: Mapping[str, Any], param: str) -> list[dict[str, Any]]:
+        declared = declared_tools(item.get("tools"), f"{param}.tools")
         tools = [function for _, _, _, function in declared if function is not None]
         self.tools += tools
         return tools
 
 
-def read_items(items: list[Any], kept: Kept) -> Items:
+def read_items(items: list[Any], histories: Histories) -> Items:
     """Read a list of items. Raises ``GatewayRequestError`` naming the item."""
     read = Items()
-    for at, item in enumerate(items):
-        read.add(item, kept, f"input[{at}]")
+    for index, item in enumerate(items):
+        read.add(item, histories, f"input[{index}]")
     return read
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list):
-        raise GatewayRequestError(f"{where}.content must be a list of parts, got {parts!r:.80}", param=where)
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
+def _reasoning(item: Mapping[str, Any], param: str) -> str:
+    content = item.get("content") or item.get("summary") or []
+    if not isinstance(content, list):
+        raise GatewayRequestError(f"{param}.content must be a list of parts, got {content!r:.80}", param=param)
+    return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
 
 
-def _between_agents(item: Mapping[str, Any], where: str) -> str:
+def _between_agents(item: Mapping[str, Any], param: str) -> str:
     """A message of one agent of Codex to another. Its ``encrypted_content`` is the text of the policy's call as it is:
     only OpenAI's servers encrypt it."""
-    parts = given if isinstance(given := item.get("content"), list) else [given]
-    texts = [part.get("encrypted_content", part) if isinstance(part, Mapping) else part for part in parts]
-    text = text_of(texts, f"{where}.content", join="\n")
-    if any(isinstance(one, str) and one.startswith(_FERNET) for one in texts):
-        raise _made_elsewhere("an agent message", where)
+    content = item["content"] if isinstance(item.get("content"), list) else [item.get("content")]
+    texts = [part.get("encrypted_content", part) if isinstance(part, Mapping) else part for part in content]
+    text = text_of(texts, f"{param}.content", join="\n")
+    if any(isinstance(part, str) and part.startswith(_FERNET) for part in texts):
+        raise _made_elsewhere("an agent message", param)
     return f"Message from {item.get('author')} to {item.get('recipient')}:\n\n{text}"
 
 
-def _made_elsewhere(what: str, where: str) -> GatewayRequestError:
-    message = f"{where}: the encrypted content of {what} could not be verified; another server made it"
-    return GatewayRequestError(message, code="invalid_encrypted_content", param=where)
+def _made_elsewhere(subject: str, param: str) -> GatewayRequestError:
+    message = f"{param}: the encrypted content of {subject} could not be verified; another server made it"
+    return GatewayRequestError(message, code="invalid_encrypted_content", param=param)
 
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -177,35 +177,35 @@ def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _server_call(item: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], str]:
     """A call of a server tool, and its result; searches often have none."""
     argument_fields, result_fields = _SERVER_CALLS[kind]
-    given = {name: item[name] for name in argument_fields if item.get(name) is not None}
-    arguments = item.get("arguments") if kind == "mcp_call" else given.get("action", given)
+    fields = {name: item[name] for name in argument_fields if item.get(name) is not None}
+    arguments = item.get("arguments") if kind == "mcp_call" else fields.get("action", fields)
     results = [item[name] for name in result_fields if item.get(name)] or [item.get("status") or "completed"]
     texts = (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in results)
     name = str(item.get("name") or kind.removesuffix("_call"))
     return {"id": str(item.get("id") or ""), "function": {"name": name, "arguments": arguments}}, "\n".join(texts)
 
 
-def _call_of(item_id: Any, kept: Kept) -> Any:
+def _call_of(item_id: Any, histories: Histories) -> Any:
     """The id of the call in an item of an earlier answer."""
     try:
-        return _referenced_item(item_id, kept, "")["call_id"]
+        return _referenced_item(item_id, histories, "")["call_id"]
     except (GatewayRequestError, KeyError):
         return item_id
 
 
-def _referenced_item(item_id: Any, kept: Kept, where: str) -> Mapping[str, Any]:
+def _referenced_item(item_id: Any, histories: Histories, param: str) -> Mapping[str, Any]:
     """The item of an earlier answer with this id."""
     kind, _, rest = item_id.partition("_") if isinstance(item_id, str) else ("", "", "")
     answer, _, number = rest.rpartition("_") if kind == "fc" else (rest, "", "")
-    if answer in kept:
-        served = kept[answer][-1]
+    if answer in histories:
+        served = histories[answer][-1]
         if kind == "msg":
             return {"type": "message", "role": "assistant", "content": served["content"]}
         if kind == "rs":
             return {"type": "reasoning", "content": [{"text": served.get("reasoning_content", "")}]}
         if number.isdecimal() and int(number) < len(calls := served.get("tool_calls", ())):
             return {"type": "function_call", "call_id": calls[int(number)]["id"], **calls[int(number)]["function"]}
-    raise GatewayRequestError(f"{where} refers to {item_id!r:.80}, which is no item of this rollout", param=where)
+    raise GatewayRequestError(f"{param} refers to {item_id!r:.80}, which is no item of this rollout", param=param)
 
 
 # -- summaries --------------------------------------------------------------------------------------------------------
@@ -227,60 +227,60 @@ def compaction_item(answer_id: str, summary: str) -> dict[str, Any]:
     return {"id": f"cmp_{answer_id}", "type": "compaction", "encrypted_content": content}
 
 
-def summary_of(item: Mapping[str, Any], where: str) -> str:
+def summary_of(item: Mapping[str, Any], param: str) -> str:
     """The summary in an item that ``compaction_item`` made."""
-    before, mark, content = str(item.get("encrypted_content") or "").partition(_SUMMARY_MARK)
+    prefix, mark, content = str(item.get("encrypted_content") or "").partition(_SUMMARY_MARK)
     try:
-        if before or not mark:
+        if prefix or not mark:
             raise ValueError(content)
         return base64.b64decode(content, altchars=b"-_", validate=True).decode()
     except ValueError:
-        raise _made_elsewhere("a compaction item", where) from None
+        raise _made_elsewhere("a compaction item", param) from None
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
 def declared_tools(
-    tools: Any, where: str = "tools"
+    tools: Any, param: str = "tools"
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any] | None]]:
     """For each tool its name in prompts, the declaration, its namespace, and the function (``None``: a server tool)."""
     if not isinstance(tools or [], list):
-        raise GatewayRequestError(f"{where} must be a list of tools, got {tools!r:.80}", param=where)
-    for at, tool in enumerate(tools or ()):
+        raise GatewayRequestError(f"{param} must be a list of tools, got {tools!r:.80}", param=param)
+    for index, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or not isinstance(kind, str):
-            raise GatewayRequestError(f"{where}[{at}] must be an object with a type", param="tools")
+            raise GatewayRequestError(f"{param}[{index}] must be an object with a type", param="tools")
         inner = tool.get("tools") or [] if kind == "namespace" else [tool]
-        if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
-            raise GatewayRequestError(f"{where}[{at}].tools must be a list of objects", param="tools")
+        if not isinstance(inner, list) or not all(isinstance(inner_tool, Mapping) for inner_tool in inner):
+            raise GatewayRequestError(f"{param}[{index}].tools must be a list of objects", param="tools")
         namespace = str(tool.get("name") or "") if kind == "namespace" else ""
-        for one in inner:
-            if (inner_kind := one.get("type")) not in ("function", "custom"):
-                yield kind_of(one), one, "", openai_tool(one, f"{where}[{at}]")
+        for inner_tool in inner:
+            if (inner_kind := inner_tool.get("type")) not in ("function", "custom"):
+                yield kind_of(inner_tool), inner_tool, "", openai_tool(inner_tool, f"{param}[{index}]")
                 continue
-            if not isinstance(one.get("name"), str):
-                raise GatewayRequestError(f"{where}[{at}] must have a name", param="tools")
-            name = f"{namespace}{JOIN}{one['name']}" if namespace else one["name"]
-            function = function_tool(name, one.get("description"), one.get("parameters"))
-            yield name, one, namespace, custom_tool(name, one) if inner_kind == "custom" else function
+            if not isinstance(inner_tool.get("name"), str):
+                raise GatewayRequestError(f"{param}[{index}] must have a name", param="tools")
+            name = f"{namespace}{JOIN}{inner_tool['name']}" if namespace else inner_tool["name"]
+            function = function_tool(name, inner_tool.get("description"), inner_tool.get("parameters"))
+            yield name, inner_tool, namespace, custom_tool(name, inner_tool) if inner_kind == "custom" else function
 
 
 def read_tools(tools: Any, item_tools: list[dict[str, Any]]) -> Tools:
     """The tools of a request and of its items. Deferred tools are shown at the beginning unless the client searches for
     tools."""
-    shown, deferred, server_tools = [], [], []
+    listed, deferred, server_tools = [], [], []
     declared = [*declared_tools(tools)]
     searches = any(name == "tool_search" and function is not None for name, _, _, function in declared)
     for name, tool, _, function in declared:
         if function is None:
             server_tools.append(name)
         else:
-            (deferred if searches and tool.get("defer_loading") else shown).append(function)
-    names = {tool["function"]["name"] for tool in shown}
+            (deferred if searches and tool.get("defer_loading") else listed).append(function)
+    names = {tool["function"]["name"] for tool in listed}
     loaded = {tool["function"]["name"]: tool for tool in (*deferred, *item_tools)}
-    more = tuple(tool for name, tool in loaded.items() if name not in names)
-    return Tools(shown=tuple(shown), loaded=more, server_tools=tuple(server_tools))
+    unlisted = tuple(tool for name, tool in loaded.items() if name not in names)
+    return Tools(listed=tuple(listed), loaded=unlisted, server_tools=tuple(server_tools))
 
 
 def all_declared(body: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

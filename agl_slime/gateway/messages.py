@@ -41,23 +41,23 @@ def read_messages(messages: Any) -> list[Message]:
     return [_read(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
-def _read(message: Any, where: str) -> Message:
+def _read(message: Any, param: str) -> Message:
     if not isinstance(message, Mapping):
-        raise GatewayRequestError(f"{where} must be an object, got {type(message).__name__}", param=where)
-    given = message.get("role")
-    role = _ROLES.get(given, given) if isinstance(given, str) else None
+        raise GatewayRequestError(f"{param} must be an object, got {type(message).__name__}", param=param)
+    client_role = message.get("role")
+    role = _ROLES.get(client_role, client_role) if isinstance(client_role, str) else None
     if role not in _TEMPLATE_ROLES:
         roles = "system, developer, user, assistant or tool"
-        raise GatewayRequestError(f"{where}.role must be {roles}, got {given!r}", param=f"{where}.role")
+        raise GatewayRequestError(f"{param}.role must be {roles}, got {client_role!r}", param=f"{param}.role")
     join = "" if role == "assistant" else " "
     text = system_text if role == "system" else text_of
-    read: Message = {"role": role, "content": text(message.get("content"), f"{where}.content", join=join)}
+    read: Message = {"role": role, "content": text(message.get("content"), f"{param}.content", join=join)}
     if message.get("function_call"):
-        raise GatewayRequestError(f"{where}.function_call is OpenAI's old form: send tool_calls", param=where)
+        raise GatewayRequestError(f"{param}.function_call is OpenAI's old form: send tool_calls", param=param)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
-            raise GatewayRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
-        read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+            raise GatewayRequestError(f"{param}.tool_calls must be a list", param=f"{param}.tool_calls")
+        read["tool_calls"] = [_read_call(call, f"{param}.tool_calls[{n}]") for n, call in enumerate(calls)]
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if role == "assistant" and isinstance(reasoning, str) and reasoning:
         read["reasoning_content"] = reasoning
@@ -67,10 +67,10 @@ def _read(message: Any, where: str) -> Message:
     return read
 
 
-def _read_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise GatewayRequestError(f"{where} must be a function call with a name", param=where)
+        raise GatewayRequestError(f"{param} must be a function call with a name", param=param)
     arguments = function.get("arguments")
     try:
         if isinstance(arguments, str):  # some clients send an empty string for no arguments
@@ -88,18 +88,18 @@ def check_results(messages: Sequence[Message], message: str, *, in_text: bool, s
     """Refuse a tool's result, from index ``start`` on, whose call is not before it, with the protocol's ``message``. A
     result without an id may belong to any call, and a call without an id may have any result. ``in_text``: agents may
     write calls as text and make up the ids of results."""
-    for at in range(start, len(messages)):
-        call_id = messages[at].get("tool_call_id")
-        if call_id and messages[at]["role"] == "tool" and not _is_called(messages, at, call_id, in_text=in_text):
+    for index in range(start, len(messages)):
+        call_id = messages[index].get("tool_call_id")
+        if call_id and messages[index]["role"] == "tool" and not _is_called(messages, index, call_id, in_text=in_text):
             raise GatewayRequestError(message.format(call_id), code="invalid_value", param="tool_call_id")
 
 
-def _is_called(messages: Sequence[Message], at: int, call_id: str, *, in_text: bool) -> bool:
-    for before in reversed(range(at)):
-        calls = messages[before].get("tool_calls") or ()
+def _is_called(messages: Sequence[Message], index: int, call_id: str, *, in_text: bool) -> bool:
+    for earlier in reversed(range(index)):
+        calls = messages[earlier].get("tool_calls") or ()
         if any(call["id"] in ("", call_id) for call in calls):
             return True
-        if in_text and messages[before]["role"] != "tool":
+        if in_text and messages[earlier]["role"] != "tool":
             return not calls
     return False
 
@@ -112,13 +112,13 @@ def encodable(value: Any) -> Any:
     return json.loads(HALF_A_CHARACTER.sub("\ufffd", text), parse_constant=lambda _: None)
 
 
-def text_of(content: Any, where: str, *, join: str = " ") -> str:
+def text_of(content: Any, param: str, *, join: str = " ") -> str:
     """A content, a string or a list of text parts, as one string; parts are joined as in SGLang."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
+    content_parts = content if isinstance(content, list) else [content]
     texts = []
-    for part in parts:
+    for part in content_parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         key = "refusal" if kind == "refusal" else "text"
         if isinstance(part, str):
@@ -126,17 +126,17 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
         elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key), str):
             texts.append(part[key])
         elif isinstance(part, Mapping) and str(kind) in files.KINDS:
-            texts.append(files.file_text(part, where))
+            texts.append(files.file_text(part, param))
         else:
             unread = f"a part of type {kind!r}" if kind else type(part).__name__
-            message = f"{where} has {unread}; texts are read, files of text, and images of users and tools"
-            raise GatewayRequestError(message, param=where)
+            message = f"{param} has {unread}; texts are read, files of text, and images of users and tools"
+            raise GatewayRequestError(message, param=param)
     return joined(texts, join)
 
 
-def system_text(content: Any, where: str, *, join: str = " ") -> str:
+def system_text(content: Any, param: str, *, join: str = " ") -> str:
     """``text_of`` a system prompt, without text that is the transport's."""
-    text = text_of(content, where, join=join)
+    text = text_of(content, param, join=join)
     for pattern in _TRANSPORT.values():
         text = pattern.sub("", text)
     return text
@@ -182,8 +182,8 @@ def _text(content: str) -> str:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    before = message["content"].rpartition(_END_OF_THINKING)[0].strip()
-    return (message.get("reasoning_content") or before.removeprefix("<think>")).strip()
+    thinking = message["content"].rpartition(_END_OF_THINKING)[0].strip()
+    return (message.get("reasoning_content") or thinking.removeprefix("<think>")).strip()
 
 
 def _calls_key(calls: Sequence[Mapping[str, Any]]) -> Hashable:

@@ -18,9 +18,9 @@ from agl_slime.support.http import is_too_deep, json_bytes, json_value
 from agl_slime.tokens.thinking import ThinkingRequest
 
 Decode = Callable[[list[int]], str]
-Kept = Mapping[str, list[Message]]
-"""Conversations that a request may continue, by the id of the last answer of each."""
-NOTHING_KEPT: Kept = MappingProxyType({})
+Histories = Mapping[str, list[Message]]
+"""Histories that a request may continue, by the id of the last answer of each."""
+NO_HISTORIES: Histories = MappingProxyType({})
 
 _IGNORED = """
     metadata client_metadata user store service_tier speed safety_identifier moderation diagnostics rid betas container
@@ -58,10 +58,10 @@ class Stream(ABC):
         """The events for the text that was added since the last call."""
         events = b""
         for index, (now, sent) in enumerate(zip(texts, self.texts, strict=True)):
-            parts = [new[len(old) :] if new.startswith(old) else "" for new, old in zip(now, sent, strict=True)]
-            self.texts[index] = tuple(old + part for old, part in zip(sent, parts, strict=True))  # type: ignore[assignment]
-            if any(parts):
-                events += b"".join(self.delta(index, *parts))
+            added = [new[len(old) :] if new.startswith(old) else "" for new, old in zip(now, sent, strict=True)]
+            self.texts[index] = tuple(old + part for old, part in zip(sent, added, strict=True))  # type: ignore[assignment]
+            if any(added):
+                events += b"".join(self.delta(index, *added))
         return events
 
     def finish(self, result: CallResult) -> bytes:
@@ -102,10 +102,10 @@ class Protocol(ABC):
     """The answer is the number of tokens of the prompt."""
 
     @abstractmethod
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         """Raises ``GatewayRequestError``."""
 
-    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
         """The messages that ``read`` would add for ``items`` appended to ``list_field`` after a message that is no
         answer; none if a body is always read whole. Raises ``GatewayRequestError``, also for items that change more
         than the messages."""

@@ -46,12 +46,12 @@ class RawContext(ChatContext):
     """One prompt and its answer. ``messages`` shows it in pieces: earlier prompts and answers, and the added text."""
 
     def __init__(self, template: ChatTemplate, match: RawMatch, turns: Sequence[Turn]) -> None:
-        before = match.node.conversation.session.context if match.node is not None else None
-        self._before = before if isinstance(before, RawContext) else None
+        previous = match.node.conversation.session.context if match.node is not None else None
+        self._previous = previous if isinstance(previous, RawContext) else None
         text = match.messages[0]["content"]
         pieces: list[Message] = []
-        if self._before is not None and match.total_chars:
-            pieces = [*self._before.messages]
+        if self._previous is not None and match.total_chars:
+            pieces = [*self._previous.messages]
         if not pieces or len(text) > match.total_chars:
             pieces.append({"role": "text", "content": text[match.total_chars :]})
         super().__init__(template=template, messages=pieces, copies=False)
@@ -78,20 +78,20 @@ class RawContext(ChatContext):
             return self._first() if prompts is None else list(prompts.get([self._text], self._first))
         rest = self._text[self._prompt_chars :]
         n, same = longest_prefix(self._tokenizer, self._turn.response_ids.tolist(), rest)
-        more = encode_text(self._tokenizer, rest[len(same) :])
-        return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *more]
+        new_ids = encode_text(self._tokenizer, rest[len(same) :])
+        return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *new_ids]
 
     def _first(self) -> list[int]:
         bos = getattr(self._tokenizer, "bos_token", None) or ""
         return encode_text(self._tokenizer, self._text, add_special_tokens=not (bos and self._text.startswith(bos)))
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
-        kept, before = self.kept_tokens, self._before
-        if before is not None and kept == len(before._tokens):  # no other turn extended that buffer
-            self._tokens, prompt_ids = before._tokens, prompt_ids[kept:]
+        shared, previous = self.kept_tokens, self._previous
+        if previous is not None and shared == len(previous._tokens):  # no other turn extended that buffer
+            self._tokens, prompt_ids = previous._tokens, prompt_ids[shared:]
         self._tokens.extend(prompt_ids)
         self._tokens.extend(generation.output_ids)
-        self._text, self._ids, self._before, self._turn = "", None, None, None
+        self._text, self._ids, self._previous, self._turn = "", None, None, None
         self.messages.append({"role": "assistant", "content": generation.text})
         return self.messages[-1]
 
@@ -129,10 +129,10 @@ class RawTree(Tree):
     def _prefix_digests(self, text: str) -> set[bytes]:
         """The digests of prefixes of ``text`` that are as long as an earlier text, in one pass."""
         lengths = {length for each in self._digests.values() for length in (each.prompt_chars, each.total_chars)}
-        digest, at, prefixes = _digest(), 0, set[bytes]()
+        digest, position, prefixes = _digest(), 0, set[bytes]()
         for length in sorted(length for length in lengths if length <= len(text)):
-            digest.update(_bytes(text[at:length]))
-            at = length
+            digest.update(_bytes(text[position:length]))
+            position = length
             prefixes.add(_with_length(digest, length))
         return prefixes
 

@@ -26,31 +26,31 @@ class Reading:
         """The reasoning and content of an unfinished answer, without text that later tokens could change."""
         if self.reader is None:
             return "", cut_at_marks(text.rstrip("\ufffd"), self.stops)
-        parts = self.reader.visible_parts(text, self.stops)
-        return parts.reasoning or "", parts.content
+        answer = self.reader.visible_parts(text, self.stops)
+        return answer.reasoning or "", answer.content
 
-    def _extends_stream(self, parts: AnswerParts, text: str) -> bool:
+    def _extends_stream(self, answer: AnswerParts, text: str) -> bool:
         """Whether ``parts``, which were split by tokens, extend the text that was streamed."""
         reasoning, content = self.visible(text)
-        return (parts.reasoning or "").startswith(reasoning) and parts.content.startswith(content)
+        return (answer.reasoning or "").startswith(reasoning) and answer.content.startswith(content)
 
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
         """The answer, and the ids of its calls as the model wrote them, by served id."""
         if generation.finish_reason == "abort":  # the part that the client saw
             reasoning, content = self.visible(generation.text)
-            parts = AnswerParts(reasoning, content=content)
+            answer = AnswerParts(reasoning, content=content)
         elif self.reader is None:
-            parts = AnswerParts(content=generation.text)
+            answer = AnswerParts(content=generation.text)
         else:
-            parts = self.reader.read(generation.text, generation.output_ids)
-            if call.stream and not self._extends_stream(parts, generation.text):
-                parts = self.reader.read(generation.text)
+            answer = self.reader.read(generation.text, generation.output_ids)
+            if call.stream and not self._extends_stream(answer, generation.text):
+                answer = self.reader.read(generation.text)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
         stats = session.stats
-        stats.count_malformed(parts.malformed)
+        stats.count_malformed(answer.malformed)
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
-        for written in parts.calls:
+        for written in answer.calls:
             served = (self.reader or AnswerReader()).convert_types(written, parameters.get(written.name))
             name, arguments = encodable([served.name, dict(served.arguments)])
             ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
@@ -59,7 +59,7 @@ class Reading:
             stats.tool_calls[written.name] += offered
             stats.calls["unknown"] += not offered
         finish = "length" if generation.finish_reason != "stop" else "tool_calls" if calls else "stop"
-        reasoning, content = parts.reasoning or "", parts.content
+        reasoning, content = answer.reasoning or "", answer.content
         choice = Choice(reasoning=reasoning, content=content, calls=tuple(calls), finish=finish, generation=generation)
         return choice, ids
 

@@ -24,7 +24,7 @@ from agl_slime.gateway.items import (
     returned_arguments,
 )
 from agl_slime.gateway.messages import Message, read_messages, system_text
-from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, parsed_body, sse
+from agl_slime.gateway.protocol import IGNORED, NO_HISTORIES, Decode, Histories, Protocol, Stream, parsed_body, sse
 from agl_slime.tokens.answer import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
@@ -38,24 +38,24 @@ class Responses(Protocol):
     list_field = "input"
     orphan_error = "No tool call found for function call output with call_id {}."
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         self.check_fields(body)
         messages: list[Message] = []
         if instructions := system_text(body.get("instructions") or "", "instructions"):
             messages.append({"role": "system", "content": instructions})
         store_from = len(messages)
-        conversation = _conversation(body, kept)
+        conversation = _conversation(body, histories)
         if previous := body.get("previous_response_id") or conversation:
-            if not isinstance(previous, str) or previous not in kept:
+            if not isinstance(previous, str) or previous not in histories:
                 message = f"previous_response_id {previous!r:.80} is no answer of this rollout"
                 raise GatewayRequestError(message, param="previous_response_id")
-            messages += kept[previous]
-        given = body.get("input") or []
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
-        if not isinstance(given, list) or not (given or messages):
+            messages += histories[previous]
+        input_items = body.get("input") or []
+        if isinstance(input_items, str):
+            input_items = [{"role": "user", "content": input_items}]
+        if not isinstance(input_items, list) or not (input_items or messages):
             raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
-        items = read_items(given, kept)
+        items = read_items(input_items, histories)
         tools = read_tools(body.get("tools"), items.tools)
         choice, allowed = _tool_choice(body.get("tool_choice"), tools)
         stored = conversation or body.get("store") is not False
@@ -64,7 +64,7 @@ class Responses(Protocol):
             store_from=store_from if stored and not items.compacts else None,
             conversation=conversation,
             model=str(body.get("model") or ""),
-            tools=tools.shown,
+            tools=tools.listed,
             loaded=tools.loaded,
             server_tools=tools.server_tools,
             allowed=allowed,
@@ -81,8 +81,8 @@ class Responses(Protocol):
             summary_index=None if items.summary_index is None else len(messages) + items.summary_index,
         )
 
-    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
-        read = read_items(items, kept)
+    def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
+        read = read_items(items, histories)
         if read.tools or read.compacts or read.summary_index is not None:
             raise GatewayRequestError("these items change more than the messages", param="input")
         return read_messages(read.messages)
@@ -121,21 +121,21 @@ class Compact(Responses):
 
     list_field = ""  # no later request extends this one
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
-        given = body.get("input") or []
-        given = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if not isinstance(given, list) or not (given or body.get("previous_response_id")):
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
+        items = body.get("input") or []
+        items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+        if not isinstance(items, list) or not (items or body.get("previous_response_id")):
             raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
         if body.get("stream"):
             raise GatewayRequestError("stream is not supported for a compaction", param="stream")
-        return super().read({**body, "input": [*given, {"type": "compaction_trigger"}], "store": False}, kept)
+        return super().read({**body, "input": [*items, {"type": "compaction_trigger"}], "store": False}, histories)
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         messages = result.compacted[:-1]
-        asked = [message for message in messages if message["role"] == "user" and not is_summary(message)]
+        user_messages = [message for message in messages if message["role"] == "user" and not is_summary(message)]
         users = [
-            {"id": f"msg_{result.id}_{at}", "type": "message", "role": "user", "status": "completed", "content": text}
-            for at, message in enumerate(asked)
+            {"id": f"msg_{result.id}_{n}", "type": "message", "role": "user", "status": "completed", "content": text}
+            for n, message in enumerate(user_messages)
             if (text := [{"type": "input_text", "text": message["content"]}])
         ]
         summary = compaction_item(result.id, result.choices[0].content)
@@ -143,13 +143,13 @@ class Compact(Responses):
         return {**head, "output": [*users, summary], "usage": _usage(result)}
 
 
-def new_conversation(raw: bytes, kept: Kept) -> tuple[dict[str, Any], list[Message]]:
+def new_conversation(raw: bytes, histories: Histories) -> tuple[dict[str, Any], list[Message]]:
     """A new conversation for responses, and its first messages."""
     body = parsed_body(raw or b"{}")
     items = body.get("items") or []
     if not isinstance(items, list):
         raise GatewayRequestError("items must be a list of items", param="items")
-    read = read_items(items, kept).messages
+    read = read_items(items, histories).messages
     head = {"id": f"conv_{secrets.token_hex(16)}", "object": "conversation", "created_at": int(time.time())}
     return {**head, "metadata": body.get("metadata") or {}}, read_messages(read) if read else []
 
@@ -158,14 +158,14 @@ def _id_of(conversation: Any) -> Any:
     return conversation.get("id") if isinstance(conversation, Mapping) else conversation
 
 
-def _conversation(body: Mapping[str, Any], kept: Kept) -> str:
+def _conversation(body: Mapping[str, Any], histories: Histories) -> str:
     conversation_id = _id_of(body.get("conversation"))
     if not conversation_id:
         return ""
     if body.get("previous_response_id"):
         message = "previous_response_id cannot be used in conjunction with conversation"
         raise GatewayRequestError(message, code="mutually_exclusive_parameters", param="previous_response_id")
-    if not isinstance(conversation_id, str) or conversation_id not in kept:
+    if not isinstance(conversation_id, str) or conversation_id not in histories:
         message = (
             f"Conversation with id {conversation_id!r:.80} not found in this rollout: POST /v1/conversations makes one"
         )
@@ -308,13 +308,13 @@ def _items(answer_id: str, choice: Choice, body: Mapping[str, Any], decode: Deco
     if choice.reasoning:
         yield _reasoning(answer_id, choice.reasoning, body)
     if choice.content or not (choice.calls or choice.reasoning):
-        wanted = "message.output_text.logprobs" in (body.get("include") or ())
-        log_probs = logprobs(choice, decode)["content"] if wanted else []
+        requested = "message.output_text.logprobs" in (body.get("include") or ())
+        log_probs = logprobs(choice, decode)["content"] if requested else []
         status = "incomplete" if choice.finish == "length" else "completed"
         yield _message(answer_id, choice.content, status, log_probs)
     kinds = all_declared(body)
-    for at, call in enumerate(choice.calls):
-        yield _call(f"fc_{answer_id}_{at}", call, *kinds.get(call.name, ("function", "")))
+    for n, call in enumerate(choice.calls):
+        yield _call(f"fc_{answer_id}_{n}", call, *kinds.get(call.name, ("function", "")))
 
 
 def _call(item_id: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def _usage(result: CallResult) -> dict[str, Any]:
 def _tool_choice(value: Any, tools: Tools) -> tuple[str, frozenset[str] | None]:
     """The choice, and the names of the only tools that may be called (``None``: all)."""
     if value in (None, "auto", "none", "required"):
-        return ((value or "auto") if tools.shown or tools.loaded else "none"), None
+        return ((value or "auto") if tools.listed or tools.loaded else "none"), None
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         return read_allowed(value, tools, _name_of)
     if isinstance(value, Mapping) and (name := _name_of(value)):
@@ -382,12 +382,12 @@ def _name_of(tool: Any) -> str:
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = (body.get("text") or {}).get("format") or {}
-    kind = wanted.get("type", "text") if isinstance(wanted, Mapping) else None
+    text_format = (body.get("text") or {}).get("format") or {}
+    kind = text_format.get("type", "text") if isinstance(text_format, Mapping) else None
     if kind == "text":
         return {}
     if kind == "json_object":
         return json_constraint({"type": "object"})
-    if kind == "json_schema" and isinstance(wanted.get("schema"), Mapping):
-        return json_constraint(wanted["schema"])
+    if kind == "json_schema" and isinstance(text_format.get("schema"), Mapping):
+        return json_constraint(text_format["schema"])
     raise GatewayRequestError("text.format must be text, json_object, or json_schema with its schema", param="text")

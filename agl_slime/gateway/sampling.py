@@ -96,10 +96,10 @@ def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints)
         raise GatewayRequestError(message, param="tool_choice")
     if call.constraint or call.tool_choice in ("auto", "none"):
         return call.constraint
-    wanted = [tool for tool in allowed if call.tool_choice in ("required", tool["name"])]
-    if not wanted:
+    forced = [tool for tool in allowed if call.tool_choice in ("required", tool["name"])]
+    if not forced:
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
-    form = parser.forced_grammar(wanted) if parser is not None else None
+    form = parser.forced_grammar(forced) if parser is not None else None
     if constraints == "mask" and form is None:
         raise GatewayRequestError(
             f"tool_choice cannot force calls in the format of {type(parser).__name__}; use auto, or set constraints to "

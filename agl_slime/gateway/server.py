@@ -136,8 +136,8 @@ class Gateway:
         thread.start()
         if thread.failure is not None:
             self._thread = None
-            where = f"{self.settings.host}:{self.settings.port}"
-            raise ConfigError(f"the gateway cannot listen on {where}: {thread.failure}") from thread.failure
+            address = f"{self.settings.host}:{self.settings.port}"
+            raise ConfigError(f"the gateway cannot listen on {address}: {thread.failure}") from thread.failure
 
     def stop(self) -> None:
         """Cancel all requests and stop listening. Safe to call twice."""
@@ -152,7 +152,7 @@ class Gateway:
         self.stop()
 
     def open(
-        self, rollout_id: str, attempt_id: str, resources: NamedResources, write: Callable[..., None], **more: Any
+        self, rollout_id: str, attempt_id: str, resources: NamedResources, write: Callable[..., None], **options: Any
     ) -> tuple[Attempt | None, NamedResources]:
         """Serve an attempt; returns it, and the resources with this gateway's address in place of the engine's. The
         attempt is ``None`` if the resources have no ``LLM``, or a ``ProxyLLM``, which has another gateway."""
@@ -173,7 +173,7 @@ class Gateway:
             settings=self.settings,
             access=self.access,
             write=write,
-            **more,
+            **options,
         )
         self._attempts[rollout_id, attempt_id] = attempt
         self._by_secret[attempt.secret] = attempt
@@ -274,9 +274,9 @@ class Gateway:
             refusal = self._refusal(error, f"{request.method} {path}")
         if attempt is not None and refusal.code != THREADS_UNSUPPORTED:  # a client expects this refusal
             if request.method == "GET" and refusal.code == "unknown_url":  # a harness looks for another server's API
-                attempt.seen["unknown_gets"] += 1
+                attempt.counts["unknown_gets"] += 1
             else:
-                attempt.seen[f"refused/{refusal.status}"] += 1
+                attempt.counts[f"refused/{refusal.status}"] += 1
                 explain_once(refusal, attempt.rollout_id)
                 await self._record_refusal(attempt, path, refusal)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
@@ -324,7 +324,7 @@ class Gateway:
             name = path.removeprefix("/models").strip("/")
             return json_response(list_of_models(attempt.roles, name, since=self._since))
         if request.method == "GET" and path == "/seen":
-            return json_response(attempt.seen)
+            return json_response(attempt.counts)
         if request.method == "POST" and path == "/conversations":
             return await self._create_conversation(request, attempt)
         if protocol is None:
@@ -341,11 +341,11 @@ class Gateway:
     async def _create_conversation(self, request: web.Request, attempt: Attempt) -> web.Response:
         attempt.admit(b"")
         try:
-            if attempt.seen["POST /conversations"] > MAX_REQUESTS:
+            if attempt.counts["POST /conversations"] > MAX_REQUESTS:
                 message = f"rollout {attempt.rollout_id} has begun {MAX_REQUESTS} conversations, the most"
                 raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
-            conversation, messages = await read_body(request, lambda raw: new_conversation(raw, attempt.kept))
-            attempt.kept[conversation["id"]] = messages
+            conversation, messages = await read_body(request, lambda raw: new_conversation(raw, attempt.histories))
+            attempt.histories[conversation["id"]] = messages
             return json_response(conversation)
         finally:
             attempt.release()
@@ -354,7 +354,7 @@ class Gateway:
         self, http: web.Request, request: Request, protocol: Protocol, attempt: Attempt, role: str
     ) -> web.StreamResponse:
         defaults = self.defaults.get(protocol.prefix, {})
-        body, call = await attempt.bodies.read(request, protocol, attempt.kept, defaults, self.settings)
+        body, call = await attempt.bodies.read(request, protocol, attempt.histories, defaults, self.settings)
         if protocol.counts_only:
             return json_response(protocol.count_answer(await attempt.prompt_ids(call)))
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):

@@ -38,7 +38,7 @@ class TokenGateway(Gateway):
         if not self._is_authorized(request, address):
             raise GatewayRequestError(self.wrong_key, status=401, code="invalid_api_key")
 
-    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **more: Any) -> Attempt:
+    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **options: Any) -> Attempt:
         """Begin an attempt whose spans go to ``store``."""
         recording = Recording(rollout_id, attempt_id, store=store, forgets=True)
         attempt = self._attempts[rollout_id, attempt_id] = Attempt(
@@ -49,6 +49,6 @@ class TokenGateway(Gateway):
             access=self.access,
             write=recording.add_instant,
             flush=recording.write,
-            **more,
+            **options,
         )
         return attempt

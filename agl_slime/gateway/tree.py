@@ -109,16 +109,16 @@ class Tree:
         shared = same.index(False) if False in same else len(same)
         del self._last_messages[shared:], self._last_paths[shared:]
         paths, ambiguous = self._last_paths[-1] if self._last_paths else (Path(0, None),), False
-        for at in range(len(self._last_messages), len(messages)):
-            message, last, before = messages[at], at == len(messages) - 1, self.ambiguous
+        for index in range(len(self._last_messages), len(messages)):
+            message, last, count = messages[index], index == len(messages) - 1, self.ambiguous
             extended = tuple(step for path in paths for step in self._extend(path, message, last=last))
             if not extended:
-                ambiguous = self.ambiguous > before
+                ambiguous = self.ambiguous > count
                 break
-            paths, self.ambiguous = extended, before
+            paths, self.ambiguous = extended, count
             if not last:
                 if len(paths) == 1 and paths[0].node is not None and paths[0].message is paths[0].node.sampled:
-                    messages[at] = message = paths[0].node.served
+                    messages[index] = message = paths[0].node.served
                 self._last_messages.append(message)
                 self._last_paths.append(paths)
         path, matched = paths[0], self._messages_of(paths[0])
@@ -180,7 +180,7 @@ class Tree:
         self._note_child(state, node.state)
         alone = (node,)
         for key in answer_keys(served):
-            self._answers[state, key] = (*before, node) if (before := self._answers.get((state, key))) else alone
+            self._answers[state, key] = (*equal, node) if (equal := self._answers.get((state, key))) else alone
             self._seen_keys.add(key)
         if match.node is not None:
             match.node.continued = True
@@ -279,5 +279,5 @@ def _keys(message: Message) -> list[Hashable]:
 
 
 def _same_tokens(nodes: Sequence[Node]) -> bool:
-    first, *others = (node.conversation.session.turns[node.turn] for node in nodes)
-    return all(np.array_equal(first.response_ids, other.response_ids) for other in others)
+    first, *rest = (node.conversation.session.turns[node.turn] for node in nodes)
+    return all(np.array_equal(first.response_ids, turn.response_ids) for turn in rest)

@@ -11,7 +11,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call, CallResult
 from agl_slime.gateway.chat import ChatCompletions, logprobs, usage
 from agl_slime.gateway.completions import Completions
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, token_name
+from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, token_name
 
 _SAMPLING = frozenset(["max_tokens", "stop", "n", "seed", "regex", "ebnf", "json_schema"]) | {
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -28,7 +28,7 @@ class Generate(Completions):
     honoured = frozenset(("model", "token_ids", "sampling_params", "cache_salt", "priority", "return_token_ids"))
     prefix = "gen-"
 
-    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+    def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         self.check_fields(body)
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, Mapping):
@@ -36,18 +36,18 @@ class Generate(Completions):
             raise GatewayRequestError(message, param="sampling_params")
         for name in sorted(sampling.keys() - _SAMPLING - _FIXED - _ELSEWHERE):
             if sampling[name] not in (None, False, 0, "", [], {}):
-                where = f"sampling_params.{name}"
-                raise GatewayRequestError(f"{where} is not supported here", code="unsupported_parameter", param=where)
+                param = f"sampling_params.{name}"
+                raise GatewayRequestError(f"{param} is not supported here", code="unsupported_parameter", param=param)
         ids = body.get("token_ids")
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise GatewayRequestError("token_ids must be the ids of a prompt", param="token_ids")
         stops = sampling.get("stop_token_ids") or []
         if not isinstance(stops, list) or not all(type(stop) is int for stop in stops):
-            where = "sampling_params.stop_token_ids"
-            raise GatewayRequestError(f"{where} must be a list of ids, got {stops!r:.80}", param=where)
-        asked = {name: value for name, value in sampling.items() if name in _SAMPLING}
-        call = _COMPLETIONS.read({"model": body.get("model"), "prompt": ids, **asked})
-        return replace(call, max_tokens=self.max_tokens(asked), stop_token_ids=tuple(stops))
+            param = "sampling_params.stop_token_ids"
+            raise GatewayRequestError(f"{param} must be a list of ids, got {stops!r:.80}", param=param)
+        supported = {name: value for name, value in sampling.items() if name in _SAMPLING}
+        call = _COMPLETIONS.read({"model": body.get("model"), "prompt": ids, **supported})
+        return replace(call, max_tokens=self.max_tokens(supported), stop_token_ids=tuple(stops))
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         choices = [

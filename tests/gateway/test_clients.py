@@ -66,7 +66,7 @@ def answer_of(command: list[str], case: Case, home: Path, **settings: str) -> st
 
 def one_unrefused_sample(case: Case, turns: int = 2) -> None:
     one_sample(case, turns)
-    assert not [name for name in case.attempt.seen if name.startswith("refused")]
+    assert not [name for name in case.attempt.counts if name.startswith("refused")]
 
 
 @pytest.mark.parametrize("name", PYTHON)

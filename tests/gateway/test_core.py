@@ -139,7 +139,7 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         stalled = socket.create_connection((parts.hostname, parts.port))
         head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{{"
         stalled.sendall(head.encode())
-        await until(lambda: case.attempt.seen)
+        await until(lambda: case.attempt.counts)
         await asyncio.wait_for(case.gateway.close(case.attempt), 2)
         stalled.close()
         attempt, served, _ = case.open("ro-2")

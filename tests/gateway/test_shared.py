@@ -21,7 +21,7 @@ from agl_slime.gateway import bodies as bodies_module
 from agl_slime.gateway.attempt import MAX_REQUESTS
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.chat import ChatCompletions
-from agl_slime.gateway.protocol import NOTHING_KEPT
+from agl_slime.gateway.protocol import NO_HISTORIES
 from agl_slime.gateway.tree import Match, Tree, _same_tokens
 from tests.gateway.protocols import CHATS, PROTOCOLS, TOOLS, assistant, user
 from tests.gateway.test_audit import CASES, Audit
@@ -88,7 +88,7 @@ async def read(bodies: Bodies, path: str, raw: bytes) -> str:
     """The key, the body and the call, or why it is refused; as text, in which 1 is not True."""
     request = bodies.look(f"/{path}", raw)
     try:
-        body, call = await bodies.read(request, PROTOCOLS[path], NOTHING_KEPT)
+        body, call = await bodies.read(request, PROTOCOLS[path], NO_HISTORIES)
     except GatewayRequestError as refused:
         return repr((request.key, str(refused)))
     return repr((request.key, sorted(body.items()), call))
@@ -116,7 +116,7 @@ async def test_attempts_share_their_tools_and_keep_no_message_bytes(tools_last: 
         for _ in range(4):
             fields = {"tools": tools, "user": "me"}
             body = {"messages": messages, **fields} if tools_last else {**fields, "messages": messages}
-            _, call = await bodies.read(bodies.look(path, json.dumps(body).encode()), protocol, NOTHING_KEPT)
+            _, call = await bodies.read(bodies.look(path, json.dumps(body).encode()), protocol, NO_HISTORIES)
             messages += [assistant("b"), user("c")]
         return call.tools, bodies
 
@@ -137,7 +137,7 @@ async def test_a_new_conversation_of_an_attempt_takes_the_oldest_ones_place() ->
         for resumed in (False, False, True, True):
             request = bodies.look(path, json.dumps({"messages": messages}).encode())
             assert (request.previous is not None) is resumed
-            await bodies.read(request, protocol, NOTHING_KEPT)
+            await bodies.read(request, protocol, NO_HISTORIES)
             messages += [assistant("b"), user("c")]
 
 
@@ -158,7 +158,7 @@ class Resending(Audit):
         protocol = PROTOCOLS["chat/completions"]
         raw = json.dumps({"messages": messages, "tools": [WEATHER], "n": n}).encode()
         request = self.attempt.bodies.look("/chat/completions", raw)
-        _, call = await self.attempt.bodies.read(request, protocol, NOTHING_KEPT)
+        _, call = await self.attempt.bodies.read(request, protocol, NO_HISTORIES)
         work = self.attempt.respond(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
         return [choice["message"] for choice in protocol.answer({}, await work.result(), str)["choices"]]
 
@@ -187,7 +187,7 @@ async def test_resumed_walk_finds_what_a_full_walk_does(
         rng = random.Random(seed)
         audit = Resending(chat_tokenizer(vocabulary, template), rng, plain=template == "plain")
         await audit.run(60)
-        audit.attempt.seen["requests"] = MAX_REQUESTS
+        audit.attempt.counts["requests"] = MAX_REQUESTS
         with pytest.raises(GatewayRequestError, match="the most it may make"):
             await audit.ask([user("a")])
     assert sum(resumed) > len(resumed) / 10

@@ -61,9 +61,9 @@ def events_of(
         else:
             continue
         if event_type in (None, kind):
-            at = span.end_time or span.start_time or 0.0
+            timestamp = span.end_time or span.start_time or 0.0
             ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
-            events.append({"event_type": kind, **ids, "timestamp": at, "data": data})
+            events.append({"event_type": kind, **ids, "timestamp": timestamp, "data": data})
     return _last_of_each_prompt(events, ours) if triplet else events
 
 
@@ -155,5 +155,5 @@ def _last_of_each_prompt(events: Sequence[dict[str, Any]], ours: Collection[int]
     the places ``ours``, in place of posted ones: their retries are untrained turns."""
     calls = (event["data"] if event["event_type"] == "model_request" else {} for event in events)
     prompts = [tuple(call.get("prompt_token_ids", ())) for call in calls]
-    last = {prompts[at]: at for at in sorted(range(len(events)), key=ours.__contains__) if prompts[at]}
-    return [event for at, event in enumerate(events) if at in ours or last.get(prompts[at], at) == at]
+    last = {prompts[place]: place for place in sorted(range(len(events)), key=ours.__contains__) if prompts[place]}
+    return [event for place, event in enumerate(events) if place in ours or last.get(prompts[place], place) == place]

@@ -149,10 +149,10 @@ class Rollouts:
             views.append(orjson.Fragment(view))
         return orjson.Fragment(orjson.dumps(views)), unreadable
 
-    async def terminal(self, after: int, limit: int) -> dict[str, Any]:
-        """The rollouts that finished after position ``after``, in order."""
-        after, limit = max(0, after), max(1, limit)
-        page = self._feed.read(FeedPosition(self._feed.server_instance_id, after))
+    async def terminal(self, start: int, limit: int) -> dict[str, Any]:
+        """The rollouts that finished after position ``start``, in order."""
+        start, limit = max(0, start), max(1, limit)
+        page = self._feed.read(FeedPosition(self._feed.server_instance_id, start))
         ids, first = page["rollout_ids"][:limit], page["last"] - len(page["rollout_ids"]) + 1
         items = []
         for rollout_id in ids:
@@ -162,7 +162,7 @@ class Rollouts:
                 data_id = str(task.get("data_id") or task.get("instance_id") or "")
                 item = {"rollout_id": rollout_id, "state": _state_of(rollout), "is_train": rollout.mode != "val"}
                 items.append({**item, "data_id": data_id})
-        return {"items": items, "next_after": first + len(ids) - 1 if ids else after, "total_terminal": self._feed.last}
+        return {"items": items, "next_after": first + len(ids) - 1 if ids else start, "total_terminal": self._feed.last}
 
     async def get(self, rollout_id: str) -> Rollout:
         """Raises ``GatewayRequestError``."""
@@ -224,8 +224,8 @@ class Rollouts:
         if not changes or rollout.status in FINISHED:
             return orjson.Fragment(self._json_of(rollout))
         attempt = await self.begin(rollout, controller=controller)
-        before = _status_of(await self._store.get_latest_attempt(rollout_id))
-        fields = {**before, **changes, "version": before.get("version", 1) + 1, "updated_at": time.time()}
+        previous = _status_of(await self._store.get_latest_attempt(rollout_id))
+        fields = {**previous, **changes, "version": previous.get("version", 1) + 1, "updated_at": time.time()}
         fields.setdefault("last_attempt_id", None)
         metadata: dict[str, Any] = {**(attempt.metadata or {}), _STATUS_KEY: fields}
         status: Any = patch.state if patch.state in TERMINAL else "running"
@@ -263,8 +263,8 @@ class Rollouts:
             status.setdefault("error_message", "cancelled")
         config = self._config
         metadata = dict(rollout.metadata or {})
-        if given := metadata.pop(CONFIG_KEY, None):
-            config = Config.model_validate(given)
+        if saved_config := metadata.pop(CONFIG_KEY, None):
+            config = Config.model_validate(saved_config)
         elif rollout.config.timeout_seconds is not None:
             config = config.model_copy(update={"timeout_seconds": math.ceil(rollout.config.timeout_seconds)})
         created = rollout.start_time

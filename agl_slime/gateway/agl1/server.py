@@ -168,8 +168,8 @@ class ControllerGateway(StoreGateway):
             raise GatewayRequestError(message, status=422)
         self.polls += 1
         limit, controller = min(_number(request, "limit", 500), _MOST_LISTED), _controller_of(request)
-        wanted: frozenset[State] = frozenset(states)  # type: ignore[arg-type]
-        page, unreadable = await self.rollouts.list(wanted, limit, controller=controller)
+        requested_states: frozenset[State] = frozenset(states)  # type: ignore[arg-type]
+        page, unreadable = await self.rollouts.list(requested_states, limit, controller=controller)
         for rollout_id in unreadable:
             status = StatusPatch(state="failed", error_message=UNREADABLE)
             with suppress(GatewayRequestError):  # the rollout has ended
@@ -177,8 +177,8 @@ class ControllerGateway(StoreGateway):
         return json_response(page)
 
     async def _terminal(self, request: web.Request) -> web.Response:
-        after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
-        return json_response(await self.rollouts.terminal(after, limit))
+        position, limit = _number(request, "after", 0), _number(request, "limit", 1000)
+        return json_response(await self.rollouts.terminal(position, limit))
 
     async def _detail(self, request: web.Request, rollout_id: str) -> web.Response:
         view = await self.rollouts.view(rollout_id)
@@ -209,10 +209,10 @@ class ControllerGateway(StoreGateway):
 
     async def _write_span(self, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> float:
         """Write a span; returns its time."""
-        recording, at = Recording(rollout_id, attempt_id, store=self._store), time.time()
-        recording.add_instant(name, attributes, at)
+        recording, moment = Recording(rollout_id, attempt_id, store=self._store), time.time()
+        recording.add_instant(name, attributes, moment)
         await recording.write()
-        return at
+        return moment
 
     async def _delete(self, request: web.Request, rollout_id: str) -> web.Response:
         await self.rollouts.delete(rollout_id)
@@ -222,8 +222,8 @@ class ControllerGateway(StoreGateway):
         event = await _body(request, EventCreate.model_validate)
         name, attributes = span_of(event)
         attempt_id = await self._begin_attempt(rollout_id, _controller_of(request))
-        at = await self._write_span(rollout_id, attempt_id, name, attributes)
-        return json_response({"rollout_id": rollout_id, "attempt_id": "0", "timestamp": at, **event.model_dump()})
+        moment = await self._write_span(rollout_id, attempt_id, name, attributes)
+        return json_response({"rollout_id": rollout_id, "attempt_id": "0", "timestamp": moment, **event.model_dump()})
 
     async def _events(self, request: web.Request, rollout_id: str) -> web.Response:
         await self.rollouts.get(rollout_id)
@@ -247,8 +247,8 @@ class ControllerGateway(StoreGateway):
         engine = (llm.model, shown_url(llm.endpoint).rstrip("/")) if llm is not None else None
         for model in models:
             if (model.model, shown_url(model.endpoint).rstrip("/")) != engine:
-                where = f"{model.model} at {shown_url(model.endpoint)}"
-                message = f"{where}: the run's own engine answers every call; register no other"
+                registered = f"{model.model} at {shown_url(model.endpoint)}"
+                message = f"{registered}: the run's own engine answers every call; register no other"
                 raise GatewayRequestError(message, status=409)
         return json_response([model.model_dump() for model in models], status=201)
 
@@ -292,7 +292,7 @@ class ControllerGateway(StoreGateway):
         return await self._get_attempt(rollout_id, attempt_id)
 
     async def _record_refusal(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
-        refusals = sum(count for name, count in attempt.seen.items() if name.startswith("refused/"))
+        refusals = sum(count for name, count in attempt.counts.items() if name.startswith("refused/"))
         if attempt.closed or refusals > _MAX_REFUSALS:
             return
         attempt.write(*refused_call(path, refusal, model=attempt.roles[LLM_RESOURCE].model), time.time())
@@ -324,9 +324,8 @@ def _error(status: int, message: str) -> web.Response:
 
 def _details(error: ValidationError) -> list[dict[str, Any]]:
     """FastAPI's form of validation errors, without the values, which JSON may not represent."""
-    return [
-        {"loc": [str(part) for part in one["loc"]], "msg": one["msg"], "type": one["type"]} for one in error.errors()
-    ]
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    return [{**detail, "loc": [*map(str, detail["loc"])]} for detail in details]
 
 
 def _read_creates(value: Any) -> list[Create]:
