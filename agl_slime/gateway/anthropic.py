@@ -30,9 +30,8 @@ class AnthropicMessages(Protocol):
     )
 
     def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
-        if body.get("thread"):  # on this error tool runners send whole conversations
-            message = "threads are not kept here: send the whole conversation without thread"
-            raise GatewayRequestError(message, code=THREADS_UNSUPPORTED, param="thread")
+        if body.get("thread"):
+            raise _threads_error()
         self.check_fields(body)
         if body.get("max_tokens") is None and not self.counts_only:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
@@ -56,6 +55,10 @@ class AnthropicMessages(Protocol):
             constraint=_constraint(body),
             stream=bool(body.get("stream")),
         )
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        if "message-threads" in headers.get("anthropic-beta", ""):  # LiteLLM's proxy drops ``thread``
+            raise _threads_error()
 
     def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
         return _messages(items, None)
@@ -124,6 +127,12 @@ class _MessageStream(Stream):
 
     def _delta(self, kind: str, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **delta})
+
+
+def _threads_error() -> GatewayRequestError:
+    """On this error tool runners send whole conversations."""
+    message = "threads are not kept here: send the whole conversation without thread and its anthropic-beta header"
+    return GatewayRequestError(message, code=THREADS_UNSUPPORTED, param="thread")
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -26,6 +26,9 @@ _TRANSPORT = {
     "Claude Code": re.compile(r"\Ax-anthropic-billing-header:(?: \w+=[^;\n]*;)*[\n ]?"),
 }
 """By client, the text that it puts before the system prompt for its vendor's server."""
+_PLACEHOLDERS = frozenset({"", "(no content)", "[No message content]", "(empty content)"})
+_PLACEHOLDERS |= {"[System: Empty message content sanitised to satisfy protocol]"}
+"""What clients send for an answer without text: Claude Code (two), Qwen Code, LiteLLM."""
 _END_OF_THINKING = "</think>"
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _UNREADABLE = re.compile(f"{HALF_A_CHARACTER.pattern}|NaN|Infinity")
@@ -160,7 +163,8 @@ def answer_keys(message: Mapping[str, Any]) -> list[Hashable]:
     """Keys of an answer, the most specific first: ids of its calls, text with reasoning, text."""
     calls = message.get("tool_calls") or ()
     keys: list[Hashable] = []
-    text = (_text(message["content"]), _calls_key(calls))
+    words = _text(message["content"])
+    text = ("" if words in _PLACEHOLDERS else words, _calls_key(calls))
     if calls and all(call["id"] for call in calls):
         keys.append(("ids", tuple(call["id"] for call in calls), text[1]))
     if reasoning := _reasoning(message):
@@ -173,7 +177,7 @@ def same_words(sent: Mapping[str, Any], served: Mapping[str, Any]) -> bool:
     """Whether an answer, recognized by its calls or its text, came back unchanged. Thinking may be left out, and may
     stand as the text of an answer without one, as Copilot CLI sends it."""
     text, reasoning = _text(served["content"]), _reasoning(served)
-    same = _text(sent["content"]) in (text, text or reasoning)
+    same = _text(sent["content"]) in ((text,) if text else (reasoning, *_PLACEHOLDERS))
     return same and _reasoning(sent).split() in ([], reasoning.split())
 
 

@@ -105,6 +105,9 @@ class Protocol(ABC):
     def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
         """Raises ``GatewayRequestError``."""
 
+    def check_headers(self, headers: Mapping[str, str]) -> None:  # noqa: B027
+        """Hook: raises ``GatewayRequestError`` for headers whose request cannot be read from its body alone."""
+
     def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
         """The messages that ``read`` would add for ``items`` appended to ``list_field`` after a message that is no
         answer; none if a body is always read whole. Raises ``GatewayRequestError``, also for items that change more

@@ -331,6 +331,7 @@ class Gateway:
             served = ", ".join(f"/v1{path}" for path in sorted(served_paths()))
             message = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(message, status=404, code="unknown_url")
+        protocol.check_headers(request.headers)
         body = attempt.bodies.look(request.path, await whole_body(request))
         attempt.admit(body.key)
         try:

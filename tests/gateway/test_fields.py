@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Call
 from agl_slime.gateway.protocol import Protocol
-from tests.gateway.protocols import PROTOCOLS, TOOLS, assistant, body_of, events_of, user
+from tests.gateway.protocols import PROTOCOLS, STREAMED, TOOLS, assistant, body_of, events_of, user
 from tests.harness.examples import examples
 from tests.harness.gateway import CALL, post, serving
 
@@ -256,3 +256,17 @@ def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(path: str, data:
         assert ended or "data: [DONE]" in answer.text
     else:
         assert isinstance(answer.json(), dict)
+
+
+@STREAMED
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+def test_threads_that_only_a_header_announces_are_refused(path: str, streamed: bool) -> None:
+    """As behind LiteLLM's proxy, which drops the field."""
+    with serving("Sunny.") as case:
+        body = body_of("messages", [user("And then?")], stream=streamed)
+        for beta, status in (("pdfs-2024-09-25, message-threads-2026-08-12", 400), ("pdfs-2024-09-25", 200)):
+            answer = httpx.post(f"{case.llm.endpoint}/{path}", json=body, headers={"anthropic-beta": beta})
+            assert answer.status_code == status
+            details = answer.json()["error"]["details"] if status == 400 else None
+            assert details in (None, {"error_code": "thread_unsupported_request", "unsupported": ["thread"]})
+        assert len(case.turns) == (path == "messages")

@@ -41,6 +41,7 @@ from tests.harness.gateway import (
 from tests.harness.model_templates import MODELS, template_of
 
 TEXT = {"type": "text", "text": "words"}
+LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
 BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"type": "search_result", "source": "a.txt", "title": "A", "content": [TEXT]}, "A\na.txt\nwords"),
     ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "words"}}, "words"),
@@ -402,7 +403,9 @@ def test_thinking_and_text_of_a_given_call_are_as_given(path: str, streamed: boo
 
 @STREAMED
 @pytest.mark.parametrize("path", CHATS)
-@pytest.mark.parametrize(("old", "new"), [("Rome", "Bern"), ("See.", ""), ("See.", "Look."), ("hm", "other")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("Rome", "Bern"), ("See.", ""), ("See.", "(no content)"), ("See.", "Look."), ("hm", "other")]
+)
 def test_an_answer_that_its_client_changed_is_an_edit(old: str, new: str, path: str, streamed: bool) -> None:
     with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "ok", template=template_of(MODELS["Qwen3"])) as case:
         talk = Talk(case, path, tools=TOOLS[path])
@@ -416,6 +419,26 @@ def test_an_answer_that_its_client_changed_is_an_edit(old: str, new: str, path: 
         assert old not in answer
         assert new in answer
         trained_once(case.turns, case.segments)
+
+
+@STREAMED
+@pytest.mark.parametrize("path", CHATS)
+def test_a_clients_placeholder_for_an_empty_text_is_no_edit(path: str, streamed: bool) -> None:
+    for text in ("(no content)", "[No message content]", "(empty content)", LITELLM):
+        filled: Any = {
+            "chat/completions": lambda answer, text=text: [{**answer, "content": text}],
+            "messages": lambda answer, text=text: [assistant([{**TEXT, "text": text}, *answer[1:]])],
+            "responses": lambda answer, text=text: [{"type": "message", **assistant(text)}, *answer[1:]],
+        }[path]
+        with serving("", f"<think>\nhm\n</think>\n\n{CALL}", "ok", template=template_of(MODELS["Qwen3"])) as case:
+            talk = Talk(case, path, tools=TOOLS[path])
+            talk.ask(user("x"))
+            talk.history[1:] = [assistant(text)]
+            talk.ask(user("Weather?"))
+            messages = [*talk.history[:3], *filled(talk.answer), *talk.results()]
+            body = body_of(path, messages, tools=TOOLS[path], stream=streamed)
+            httpx.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+            one_sample(case, 3)
 
 
 HOSTILE = ['"\\ud800"', '{"a": ["\\udc00 x"]}', "123456789012345678901234567890", "-98765432109876543210", "NaN"]
