@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 import orjson
-import tyro
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
@@ -20,7 +19,8 @@ from agl_slime import __version__
 from agl_slime.buffer.models import ReadRequest, check, parse_body, parse_items
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
-from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
+from agl_slime.errors import BufferRequestError
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.http import json_response, listening, read_body, stop_signal
 from agl_slime.support.net import has_token
 from agl_slime.support.terminal import log_to_stderr, print_line
@@ -164,18 +164,9 @@ def main(arguments: Sequence[str]) -> int:
     token = os.environ.get("AGL_SLIME_BUFFER_TOKEN")
     if token and not any(argument.split("=")[0] == "--token" for argument in args):
         args += ["--token", token]
-    try:
-        settings = tyro.cli(BufferSettings, prog="agl-slime buffer", args=args)
-        log_to_stderr(logging.INFO, "%(message)s")
-        asyncio.run(_serve(settings))
-    except BrokenPipeError:  # standard output
-        raise
-    except (ConfigError, OSError) as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 2
-    except AglSlimeError as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 1
+    settings = parse_flags(BufferSettings, prog="agl-slime buffer", arguments=args)
+    log_to_stderr(logging.INFO, "%(message)s")
+    asyncio.run(_serve(settings))
     return 0
 
 

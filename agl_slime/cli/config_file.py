@@ -23,6 +23,8 @@ from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError, SettingError
 from agl_slime.report.files import RunDir
 from agl_slime.support.files import read_whole
+from agl_slime.support.flags import parse_flags
+from agl_slime.support.net import shown_url
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
@@ -77,7 +79,7 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     ours, env_flags = split_env_flags(arguments)
     for argument in ours:
         if (fix := _REPLACED.get(argument.partition("=")[0].replace("_", "-"))) is not None:
-            raise ConfigError(f"{argument}: there is no such flag; {fix}")
+            raise ConfigError(f"{argument.partition('=')[0]}: there is no such flag; {fix}")
     config_file, ours = _extract_path(ours, "--config")
     output_dir, _ = _extract_path(ours, "--output-dir", "--output_dir")
     values: dict[str, Any] = {}
@@ -127,7 +129,8 @@ def _extract_path(arguments: Sequence[str], *names: str) -> tuple[Path | None, l
 def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
     description = "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after "
     description += "every iteration."
-    return tyro.cli(_Flags, prog=program, description=description, args=arguments, **options)
+    names = [*PATHS, *(f"local.{each.name}" for each in fields(LocalTrainerSettings))]
+    return parse_flags(_Flags, prog=program, description=description, arguments=arguments, names=names, **options)
 
 
 def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
@@ -168,8 +171,8 @@ def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
     except ValidationError as error:
         if value in _INFINITE:
             return _typed(path, name, kind, float(value))
-        expected = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
-        raise ConfigError(f"--config {path}: {name} must be {' or '.join(expected)}, got {value!r:.80}") from error
+        expected = " or ".join(dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors()))
+        raise ConfigError(f"--config {path}: {name} must be {expected}, got {shown_url(repr(value)):.80}") from error
 
 
 def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:

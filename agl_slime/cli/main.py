@@ -22,12 +22,12 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
-from agl_slime.support.net import bypass_proxies
+from agl_slime.support.flags import parse_flags
+from agl_slime.support.net import bypass_proxies, without_secrets
 from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly
 
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages
@@ -66,7 +66,7 @@ COMMANDS = {
 function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a
 signal. Packages add theirs as entry points of the group ``agl_slime.commands``."""
 
-_SERVERS = ("buffer", "gateway", "record")  # handle signals and errors themselves, and return an exit code
+_SERVERS = ("buffer", "gateway", "record")  # handle signals themselves, and return an exit code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             configure_worker_process()
             return _call(command, rest)
-        except MissingDependencyError as error:
+        except BrokenPipeError:
+            raise
+        except Exception as error:
             return exit_code_for(error, PlainConsole(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         return _run_command(partial(_train, rest) if command == "train" else partial(_call, command, rest))
@@ -102,7 +104,7 @@ def _call(command: str, arguments: list[str]) -> Any:
 
 def _call_function(function: Callable[..., Any], command: str, arguments: list[str]) -> Any:
     is_main = function.__name__ == "main"
-    result = function(arguments) if is_main else tyro.cli(function, prog=f"agl-slime {command}", args=arguments)
+    result = function(arguments) if is_main else parse_flags(function, prog=f"agl-slime {command}", arguments=arguments)
     return _run_until_signal(result) if asyncio.iscoroutine(result) else result
 
 
@@ -231,7 +233,7 @@ def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
 
 
 def print_error(console: Console, text: str, error: BaseException, *, debug: bool) -> None:
-    print_line(f"error: {' '.join(text.split())}", to=console, style="red")
+    print_line(f"error: {without_secrets(' '.join(text.split()))}", to=console, style="red")
     if debug:
         print_exception(type(error), error, error.__traceback__)
 

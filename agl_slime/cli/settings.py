@@ -31,6 +31,7 @@ from agl_slime.report.rollouts import Keep
 from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.systems import LaterSystems
@@ -352,7 +353,9 @@ def parse_command(
         argument = tyro.conf.arg(help=setting.text, help_behavior_hint=hint)
         flags.append((name, Annotated[setting.type | None, argument], default))
     about: dict[str, Any] = {"frozen": True, "kw_only": True, "namespace": {"__doc__": kind.__doc__}}
-    parsed: Any = tyro.cli(make_dataclass(kind.__name__, flags, bases=(kind,), **about), prog=prog, args=arguments)
+    parsed: Any = parse_flags(
+        make_dataclass(kind.__name__, flags, bases=(kind,), **about), prog=prog, arguments=arguments
+    )
     return command_config(kind, **{name: value for name, value in vars(parsed).items() if name != "settings"}, **fixed)
 
 

@@ -89,7 +89,7 @@ class EnvironmentSettings:
             role, _, address = entry.partition("=")
             model, _, url = address.rpartition("@") if "@" in address.partition("//")[0] else ("", "", address)
             if not role or not url.startswith(("http://", "https://")):
-                raise ConfigError(f"--env-model {entry}: expected ROLE=URL or ROLE=MODEL@URL")
+                raise ConfigError(f"--env-model {shown_url(entry)}: expected ROLE=URL or ROLE=MODEL@URL")
             served[role] = (model or role, url)
         return served
 

@@ -66,6 +66,7 @@ class WandbWriter:
                 config=self._dir.settings() or {},
                 id=self._ids.get(),
                 resume="allow",
+                settings=wandb.Settings(x_disable_meta=True),  # which has the command line, with its keys
             )
             self._ids.set(self._run.id)
             self._run.define_metric("iteration")

@@ -86,6 +86,13 @@ def shown_url(url: str) -> str:
     return url
 
 
+def without_secrets(text: str) -> str:
+    """A message without the passwords and queries of its URLs, which a path writes with one slash."""
+    for secret in (r"(:/{1,2})[^\s@]*:[^\s@]*(?=@)", r"(:/{1,2}[^\s?#]*\?)[^\s'\"]+"):
+        text = re.sub(secret, r"\1***", text)
+    return text
+
+
 def require_local_address(host: str) -> None:
     """Raise ``ConfigError`` when this machine cannot listen on ``host``."""
     try:

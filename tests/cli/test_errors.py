@@ -3,8 +3,10 @@ traceback."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +44,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_unchanged
     (tmp_path / "cli_agents.py").write_text(AGENTS)
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "url.toml").write_text('sglang_url = ["http://me:SECRET@H"]')
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
     return tmp_path
 
@@ -73,7 +76,19 @@ SILENT = "--agent cli_agents:Silent"
         ("--num-iterations 0", "--num-iterations must be at least 1, got 0"),
         ("--local.lr -1", "lr must be above 0, got -1.0"),
         ("--trainer tpu", "'tpu'"),
-        ("--unknown-flag 1", "--unknown-flag"),
+        (
+            "--sglang-kye SECRET",
+            "error: there is no flag --sglang-kye; the nearest is --sglang-url, and train.py",
+        ),
+        (
+            "--local.lrr=SECRET",
+            "there is no flag --local.lrr; the nearest is --local.lr, and train.py --help",
+        ),
+        ("--lr=SECRET", "error: --lr: there is no such flag; give --local.lr"),
+        (
+            "--seed 1 http://me:SECRET@H",
+            "error: http://***@H is neither a flag nor the value of one; see",
+        ),
         ("--config missing.toml", "error: --config missing.toml: No such file or directory"),
         ("--agent cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that contains it"),
         ("--agent cli_agents:X", "error: --agent cli_agents:X: cli_agents has no class or agent 'X'; it has "),
@@ -95,6 +110,14 @@ SILENT = "--agent cli_agents:Silent"
         ("--sglang-url H:1?key=SECRET#SECRET", "got 'H:1?***'"),
         ("--eval-sglang-url http://me:SECRET@H/#SECRET --max-staleness 1", "got 'http://***@H/#***'"),
         ("--teacher-url http://H/?key=SECRET", "got 'http://H/?***'"),
+        ("--config url.toml", "error: --config url.toml: sglang_url must be a valid string, got ['http://***@H"),
+        (
+            "--model-path http://me:SEC/RET@H/m",
+            "error: --model-path http:/***@H/m: there is no Hugging Face checkpoint",
+        ),
+        ("--model-path http://H/m?key=SECRET", "error: --model-path http:/H/m?***"),
+        ("--tasks https://me:SECRET@H/t.jsonl", "error: --tasks https:/***@H/t.jsonl: cannot be read"),
+        ("--agent http://me:SECRET@H/a.py:A", "error: --agent http://***@H/a.py:A: there is no file"),
         ("--sglang-url localhost", "the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'"),
     ],
 )
@@ -102,7 +125,32 @@ def test_a_flag_that_cannot_be_used_is_named_with_its_value(flags: str, sentence
     code, text = train(*flags.split())
     assert code == 2
     assert sentence in text
+    assert not re.search("SECRET|SEC/RET", text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_flag_of_any_command_is_named_without_its_value(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):  # of a positional argument that is missing
+        assert main([command, "--kye", "SECRET"]) == 2
+    text = capsys.readouterr().err
+    assert re.search("error: there is no flag --kye; the nearest is --|Missing|Required|0 models are named", text)
     assert "SECRET" not in text
+
+
+@pytest.mark.parametrize("command", ["gateway", "record", "buffer"])
+def test_a_servers_port_that_is_taken_is_one_sentence(
+    command: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "config.json").write_text("{}")
+    flags = ["--sglang-url", "http://127.0.0.1:1", "--model-path", "."]
+    flags += ["--store-url", "http://127.0.0.1:1"] if command == "gateway" else []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        named = ["--port", port] if command == "buffer" else ["--gateway.port", port, *flags]
+        assert main([command, *named]) in (1, 2)
+    assert re.search(f"^error: .*{port}.*\n$", text := capsys.readouterr().err), text
 
 
 def test_an_sglang_that_is_away_or_loads_or_has_a_remote_model_is_an_error(train: Train) -> None:

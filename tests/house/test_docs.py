@@ -15,6 +15,7 @@ import pytest
 import agl_slime
 from agl_slime.cli.config_file import parse_train_config
 from agl_slime.cli.main import COMMANDS
+from agl_slime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/archive").glob("*.md"))]
@@ -56,7 +57,7 @@ def reads(words: list[str]) -> bool:
     end = words.index("--") if "--" in words else len(words)
     try:
         return is_dataclass(parse_train_config(words[2:end]))
-    except SystemExit:
+    except (SystemExit, ConfigError):
         return False
 
 

@@ -62,6 +62,7 @@ def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("wandb", reason='no Weights & Biases: pip install "agl-slime[wandb]"')
     for name, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setattr("sys.argv", ["train.py", "--sglang-url", "http://user:PLANTED@host/"])
     run = a_run(tmp_path / "run")
     tell(WandbWriter(run), 1, 2)
     (written,) = (run.path / "wandb").glob("offline-run-*/*.wandb")
@@ -69,3 +70,5 @@ def test_wandb_writes_a_run_without_a_network(tmp_path: Path, monkeypatch: pytes
     assert b"rollout/reward_mean" in content
     assert b"train/entropy" not in content
     assert json.loads(run.trackers.read_text())["wandb"].encode() in content
+    files = [file for file in run.path.rglob("*") if file.is_file()]
+    assert [file for file in files if b"PLANTED" in file.read_bytes()] == []

@@ -15,6 +15,7 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.rollouts import kept_rollouts, read_tokens
 from agl_slime.support.files import output_of, whole_directory, whole_file
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.audit.figures import recompute_digest
 
@@ -23,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    path, n = tyro.cli(export_run, prog="agl-slime export", args=list(arguments))
+    path, n = parse_flags(export_run, prog="agl-slime export", arguments=arguments)
     print_line(f"{path}: {n} rows")
 
 

@@ -20,6 +20,7 @@ from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDep
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
 from agl_slime.report.rollouts import MOST_SAMPLES, mask_of
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
@@ -99,7 +100,7 @@ class Case:
 
 def main(arguments: Sequence[str]) -> None:
     separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
-    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:separator]))
+    config = parse_flags(AutopsyConfig, prog="agl-slime autopsy", arguments=arguments[:separator])
     diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[separator + 1 :]))
     print_line(diagnosis.sentence)
     print_line(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")

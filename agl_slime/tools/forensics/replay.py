@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, read_tokens
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.replay_slime import print_replay, replay_dump
 from agl_slime.tools.forensics.steps import (
@@ -39,7 +39,7 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 def main(arguments: Sequence[str]) -> None:
     separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
-    config = tyro.cli(ReplayConfig, prog="agl-slime replay", args=list(arguments[:separator]))
+    config = parse_flags(ReplayConfig, prog="agl-slime replay", arguments=arguments[:separator])
     slime_flags = arguments[separator + 1 :]
     if is_dump(config.run_dir):
         print_replay(config, replay_dump(config, slime_flags=slime_flags))

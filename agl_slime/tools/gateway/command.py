@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
 from agl_slime.support.agl_types import LLM
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
@@ -100,13 +98,9 @@ async def serve_until(ended: asyncio.Event, *, model: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
-    return run_server(lambda: _serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
+    return run_server(lambda: _serve(parse_flags(GatewayCommand, prog="agl-slime gateway", arguments=arguments)))
 
 
 def run_server(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    try:
-        asyncio.run(serve())
-    except AglSlimeError as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 2
+    asyncio.run(serve())
     return 0

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from agl_slime.errors import ConfigError
 from agl_slime.support.files import sole_owner
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.gateway.command import ServingCommand, run_server, serve_until
@@ -47,4 +46,4 @@ async def _record(command: RecordCommand) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
-    return run_server(lambda: _record(tyro.cli(RecordCommand, prog="agl-slime record", args=list(arguments))))
+    return run_server(lambda: _record(parse_flags(RecordCommand, prog="agl-slime record", arguments=arguments)))

@@ -19,6 +19,7 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
+from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.rehearse.checks import Arguments, Finding, Nodes, check, check_script
 from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, compare
@@ -198,7 +199,7 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
 def main(arguments: list[str]) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used, ``AglSlimeError`` where the script breaks."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:end])
+    config = parse_flags(RehearseConfig, prog="agl-slime rehearse", arguments=arguments[:end])
     if min(config.nodes, config.gpus_per_node) < 1:
         raise ConfigError("--nodes and --gpus-per-node must be at least 1")
     if (slime_dir := config.slime_dir or os.environ.get("SLIME_DIR")) is None:
