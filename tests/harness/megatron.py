@@ -24,12 +24,16 @@ def require_megatron() -> dict[str, str]:
     return environ
 
 
-def train_by_megatron(directory: Path, *flags: object, script: str = "train.py", timeout_s: float = 420) -> str:
-    """The output of a run, whose dumps and weights are in ``directory``."""
-    environ = require_megatron()
-    program = [sys.executable, "-W", "ignore", "-m", "agl_slime.tools.rehearse.megatron", script]
-    command = [*program, "--dump-details", directory, *flags]
+def command(directory: Path, *flags: object, script: str = "train.py") -> list[str]:
+    """The command line of a run, whose dumps and weights are in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    code, output = run_guarded([*map(str, command)], timeout_s=timeout_s, env=environ, cwd=directory)
+    program = [sys.executable, "-W", "ignore", "-m", "agl_slime.tools.rehearse.megatron", script]
+    return [*map(str, [*program, "--dump-details", directory, *flags])]
+
+
+def train_by_megatron(directory: Path, *flags: object, script: str = "train.py", timeout_s: float = 420) -> str:
+    """The output of a run."""
+    line = command(directory, *flags, script=script)
+    code, output = run_guarded(line, timeout_s=timeout_s, env=require_megatron(), cwd=directory)
     assert code == 0, output[-6000:]
     return output

@@ -68,6 +68,9 @@ class AGLDataSource(DataSource):
             settings = settings or connection.data_source_settings()
             self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args, connection.tasks))
         self._loaded = False
+        # slime with --save and without --save-interval never saves
+        self._saves = None not in (getattr(args, "save", None), getattr(args, "save_interval", None))
+        self._after_batch: dict[int, dict[str, Any]] = {}
         self._delivery: dict[str, Any] = {}
         durable = getattr(args, "rollout_data_transport", None) == "straw"
         self._delivery_path = Path(args.rollout_data_dir) / "agl_datasource.json" if durable else None
@@ -83,8 +86,7 @@ class AGLDataSource(DataSource):
             ledger=ledger,
             reward_key=getattr(args, "reward_key", None),
             convert_validation=connection is not None,
-            # slime with --save and without --save-interval never saves
-            hold=None not in (getattr(args, "save", None), getattr(args, "save_interval", None)),
+            hold=self._saves,
             producer=self._producer,
             replay_files=connection.replay_files if connection is not None else None,
             removes_replay=not getattr(args, "agl_replay_kept", False),
@@ -155,9 +157,12 @@ class AGLDataSource(DataSource):
     # -- saved states -------------------------------------------------------------------------------------------------
 
     def save(self, rollout_id: Any) -> None:
-        """Write the state of this step beside slime's checkpoint (``args.save``)."""
-        if (directory := getattr(self._args, "save", None)) is not None:
+        """Write the state of this step beside slime's checkpoint (``args.save``), unless ``keep_batch`` has."""
+        if (state := self._after_batch.pop(rollout_id, None)) is not None:
+            self.groups.saved(state)
+        elif (directory := getattr(self._args, "save", None)) is not None:
             self._write(state_path(directory, rollout_id), self.groups.state())
+        self._forget(rollout_id)
 
     def load(self, rollout_id: Any = None) -> None:
         """Restore the state of this step (``args.load``), if there is one."""
@@ -189,10 +194,16 @@ class AGLDataSource(DataSource):
         return self._batch() if self._delivery.get("rollout_id") == rollout_id else None
 
     def keep_batch(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
-        """Save a batch and the state after it before straw's durable queue receives it: under that transport slime
-        restores only its own data source. A restarted manager returns the same batch for the same step, which the queue
-        recognises; a request for the next step means that the queue has this one. Returns the groups as they will be
-        read back."""
+        """Write the state after a batch already now: slime calls ``save`` once its own checkpoint is complete, and
+        under ``train_async.py`` when the next batch is delivered, too.
+
+        Under straw, whose queue is durable, save the batch as well, before the queue receives it: slime restores only
+        its own data source. A restarted manager returns the same batch for the same step, which the queue recognises; a
+        request for the next step means that the queue has this one. Returns the groups as they will be read back."""
+        if self._saves:
+            self._after_batch[rollout_id] = state = self.groups.state()
+            write_file(state_path(self._args.save, rollout_id), as_json(state))
+            self._forget(rollout_id - 1)
         if self._delivery_path is None:
             return groups
         delivery = {
@@ -202,6 +213,12 @@ class AGLDataSource(DataSource):
         self._delivery = json.loads(as_json(delivery))
         self._write(self._delivery_path, {**self.groups.state(), "delivery": self._delivery})
         return self._batch()
+
+    def _forget(self, rollout_id: int) -> None:
+        """Remove the states of earlier steps than this one, which slime did not save."""
+        for step in [step for step in self._after_batch if step < rollout_id]:
+            del self._after_batch[step]
+            state_path(self._args.save, step).unlink(missing_ok=True)
 
     def _batch(self) -> list[list[Sample]]:
         groups = [[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]]

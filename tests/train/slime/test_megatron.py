@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import filecmp
+import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError
@@ -18,7 +22,10 @@ from agl_slime.tools.forensics.replay_slime import replay_dump
 from agl_slime.tools.rehearse.megatron.cuda import install
 from agl_slime.tools.rehearse.megatron.sources import Sources
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
-from tests.harness.megatron import train_by_megatron
+from tests.harness.guard import guarded_child
+from tests.harness.megatron import command, require_megatron, train_by_megatron
+from tests.harness.slime_programs import start_guarded
+from tests.harness.waiting import becomes_true
 
 STEPS = 3
 
@@ -42,6 +49,39 @@ def test_three_steps_agree_with_the_engine_and_with_replay(tmp_path: Path):
         computed = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights)).computed
         for name in ("train/loss", "train/grad_norm"):
             assert computed[name] == pytest.approx(float(logged[name]), abs=1e-5), name
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.megatron
+@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
+def test_each_task_is_trained_once_after_a_kill_and_past_the_end(script: str, tmp_path: Path):
+    """Killed once slime names its first checkpoint; resumed to the end, and then with more steps than were planned."""
+    keys = [first + second for first in "bdfgkm" for second in "pqrs"]
+    tasks, settings, saved = (tmp_path / name for name in ("tasks.jsonl", "settings.yaml", "saved"))
+    tasks.write_text("".join(json.dumps({"key": key, "answer": "7"}) + "\n" for key in keys))
+    settings.write_text(f"agl_agent: agl_slime.cli.demo.agent:LookupAgent\nagl_tasks: {tasks}\n")
+    flags: list[object] = ["--custom-config-path", settings, "--rollout-batch-size", 4, "--global-batch-size", 16]
+    flags += ["--save", saved, "--load", saved, "--save-interval", 2, "--update-weight-disk-keep-files"]
+
+    def part(steps: int) -> list[object]:
+        return [*flags, "--num-rollout", steps, "--update-weight-disk-dir", tmp_path / f"weights{steps}"]
+
+    environ, latest = require_megatron(), saved / "latest_checkpointed_iteration.txt"
+    with start_guarded(command(tmp_path, *part(5), script=script), env=environ, stdout=subprocess.DEVNULL) as process:
+        assert becomes_true(latest.exists, 300)
+        guarded_child(process).kill()
+        process.wait()
+    for steps in (4, 6):
+        train_by_megatron(tmp_path, *part(steps), script=script)
+    trained = Counter[str]()
+    for step in range(6):
+        dump = torch.load(tmp_path / "rollout_data" / f"{step}.pt", weights_only=False)
+        trained.update(sample["prompt"][-1]["content"].split('"')[1] for sample in dump["samples"])
+    assert trained == dict.fromkeys(keys, 4)
+    assert (latest.read_text(), len([*(tmp_path / "weights6").iterdir()])) == ("5", 3)
+    last, first = (tmp_path / f"weights{steps}" / f"weight_v{version:06d}" for steps, version in ((4, 3), (6, 1)))
+    assert filecmp.cmpfiles(last, first, ["model-00001-of-00001.safetensors"], shallow=False)[0]
 
 
 def test_a_machine_with_a_gpu_is_refused():

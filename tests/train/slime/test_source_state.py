@@ -16,6 +16,7 @@ from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
+from agl_slime.train.slime.hooks import generate_rollout
 from agl_slime.types import Sample
 from tests.harness.datasource import get
 from tests.harness.slime_source import finished_rollouts, names
@@ -23,9 +24,9 @@ from tests.harness.stores import a_turn, enqueue, finish
 from tests.harness.waiting import until
 
 
-def source_over(store: LightningStore, directory: Path, **settings: Any) -> AGLDataSource:
+def source_over(store: LightningStore, directory: Path, args: Any = None, **settings: Any) -> AGLDataSource:
     return AGLDataSource(
-        Namespace(save=str(directory), load=str(directory)),
+        args or Namespace(save=str(directory), load=str(directory)),
         store=store,
         settings=DataSourceSettings(**{"get_timeout_s": 20.0, "poll_interval_s": 0.01, **settings}),
     )
@@ -131,6 +132,32 @@ async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> Non
         with source_over(store, tmp_path) as loaded:
             loaded.load(*([] if step is None else [step]))
             assert len(loaded) == expected
+
+
+@pytest.mark.parametrize("batches", [2, 3, 6])
+@pytest.mark.parametrize("saves", [True, False])
+async def test_a_checkpoint_of_the_model_finds_the_state_after_its_batch(
+    saves: bool, batches: int, tmp_path: Path
+) -> None:
+    """slime saves the model first, and ``train_async.py`` both once the next batch is delivered: with ``saves`` after
+    step 1's, or it is killed between the two."""
+    store = BridgeStore()
+    args = Namespace(save=str(tmp_path), load=str(tmp_path), save_interval=2, rollout_batch_size=1)
+    delivered = []
+    with source_over(store, tmp_path, args=args) as first:
+        ids = await finished_rollouts(store, 6)
+        await finalized(first, 6)
+        for step in range(batches):
+            delivered += names((await asyncio.to_thread(generate_rollout, args, step, first)).samples)
+            if saves and step == min(2, batches - 1):
+                first.save(1)
+    kept = {*range(max(batches - 2, saves), batches), *([1] if saves else [])}
+    assert {path.stem for path in (tmp_path / "rollout").iterdir()} == {f"agl_datasource_{step}" for step in kept}
+    with source_over(store, tmp_path) as second:
+        second.load(1 if saves else batches - 1)
+        later = names(await get(second, 6 - (2 if saves else batches))) if saves or batches < 6 else []
+        assert sorted(delivered[: 2 if saves else batches] + later) == sorted(ids)
+        assert len(second) == 0
 
 
 def test_without_a_directory_nothing_is_saved_or_loaded() -> None:

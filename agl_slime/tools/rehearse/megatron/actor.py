@@ -11,9 +11,14 @@ from agl_slime.tools.rehearse.megatron.cuda import install
 install()
 
 import numpy as np
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slime.backends.megatron_utils import actor, initialize
 
 initialize.np = SimpleNamespace(__version__="1.26.4", random=np.random)  # init asserts NumPy 1, and uses the seed
+# in float32 a checkpoint is copied into views of the parameters; bf16 has master weights
+_load = DistributedOptimizer._set_main_param_and_optimizer_states
+DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(_load)
 
 
 class MegatronTrainRayActor(actor.MegatronTrainRayActor):

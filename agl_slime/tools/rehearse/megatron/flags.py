@@ -31,7 +31,7 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
     """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``. Weights go to the
     engines by disk."""
-    flags: dict[str, object] = {"hf-checkpoint": model, "load": model, "custom-config-path": settings}
+    flags: dict[str, object] = {"hf-checkpoint": model, "ref-load": model, "custom-config-path": settings}
     flags |= {
         "data-source-path": "agl_slime.AGLDataSource",
         "custom-rollout-log-function-path": f"{_HOOKS}.log_rollout",
@@ -42,6 +42,7 @@ def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
     flags |= {"global-batch-size": 32, "micro-batch-size": 1, "rollout-max-response-len": 48, "rollout-temperature": 1}
     flags |= dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "num-gpus-per-node"), 1)
     flags |= {"optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1, "adam-beta2": 0.98}
+    flags |= {"override-opt_param-scheduler": ""}  # of a resume with more steps
     flags |= {"attention-dropout": 0, "hidden-dropout": 0, "make-vocab-size-divisible-by": 1}
     flags |= {"update-weight-mode": "full", "update-weight-transport": "disk"}
     flags |= {"update-weight-disk-dir": directory / "weights", "dump-details": directory}
