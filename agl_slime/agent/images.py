@@ -89,7 +89,7 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
             f"an image is at {host:.80}, and images are fetched from the hosts in image_hosts alone ({allowed}): "
             "send it as a URI data:image/…;base64,…"
         )
-    most, data = int(settings.max_image_mb * 1e6), b""
+    max_bytes, data = int(settings.max_image_mb * 1e6), b""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_FETCH_TIMEOUT_S)) as session,
@@ -99,7 +99,7 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
                 raise PromptError(f"an image at {host:.80} cannot be fetched: status {answer.status}")
             async for piece in answer.content.iter_chunked(2**16):
                 data += piece
-                if len(data) > most:
+                if len(data) > max_bytes:
                     limit = f"max_image_mb, {settings.max_image_mb:g} MB"
                     raise PromptError(f"an image at {host:.80} has more than {limit}: name a smaller one")
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

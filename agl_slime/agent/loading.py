@@ -43,8 +43,8 @@ def only_agent(path: str) -> str:
     def is_agent(value: Any) -> bool:
         if isinstance(value, type):
             return issubclass(value, LitAgent) and value.__module__ == module.__name__
-        ours = callable(value) and getattr(value, "__module__", "") in (module.__name__, functools.__name__)
-        return isinstance(value, LitAgent) or (ours and [*inspect.signature(value).parameters][:2] == ["task", "llm"])
+        local = callable(value) and getattr(value, "__module__", "") in (module.__name__, functools.__name__)
+        return isinstance(value, LitAgent) or (local and [*inspect.signature(value).parameters][:2] == ["task", "llm"])
 
     names = sorted(name for name, value in vars(module).items() if is_agent(value))
     if len(names) != 1:
@@ -63,8 +63,8 @@ def load_agent(path: str) -> Any:
     """
     source, name = split_agent(only_agent(path))
 
-    def unusable(why: str) -> ConfigError:
-        return ConfigError(f"--agent {path}: {why}")
+    def unusable(problem: str) -> ConfigError:
+        return ConfigError(f"--agent {path}: {problem}")
 
     module = _imported_or_refused(source, f"--agent {path}")
     from agl_slime.support.agl import LitAgent
@@ -79,8 +79,8 @@ def load_agent(path: str) -> Any:
             agent_class = _agent_of_function(function)
         except NotImplementedError as error:
             function = f"{name}{inspect.signature(function)}"
-            why = f"{function} is no agent; its parameters must be task and llm, perhaps rollout too"
-            raise unusable(why) from error
+            problem = f"{function} is no agent; its parameters must be task and llm, perhaps rollout too"
+            raise unusable(problem) from error
     if isinstance(agent_class, LitAgent):
         agent: Any = agent_class
         for attribute in _MODULE_ATTRIBUTES:
@@ -95,8 +95,8 @@ def load_agent(path: str) -> Any:
     try:
         inspect.signature(agent_class).bind()
     except TypeError as error:
-        why = f"{name}() cannot be made without arguments ({error}); give its parameters defaults"
-        raise unusable(why) from error
+        problem = f"{name}() cannot be made without arguments ({error}); give its parameters defaults"
+        raise unusable(problem) from error
     try:
         return agent_class()
     except (Exception, SystemExit) as error:
@@ -149,12 +149,12 @@ def _imported(source: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if f"{source}.".startswith(f"{missing}."):
-            why = f"there is no module {missing!r} here; run from the directory that contains it, or give its file"
+            problem = f"there is no module {missing!r} here; run from the directory that contains it, or give its file"
         elif missing.partition(".")[0] == source.partition(".")[0]:
-            why = f"{source} imports {missing!r}, which does not exist"
+            problem = f"{source} imports {missing!r}, which does not exist"
         else:
-            why = f"{source} needs the module {missing!r}, which is not installed"
-        raise ConfigError(why) from error
+            problem = f"{source} needs the module {missing!r}, which is not installed"
+        raise ConfigError(problem) from error
 
 
 def load_function(path: str, *, flag: str) -> Callable[..., Any]:

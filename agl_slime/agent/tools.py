@@ -186,9 +186,7 @@ def check_tools(tools: Iterable[Any]) -> None:
 
 def _arguments_of_class(tool: type, task: Any) -> tuple[Any, ...]:
     parameters = inspect.signature(tool).parameters.values()
-    return (
-        (task,) if any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters) else ()
-    )
+    return (task,) if any(parameter.kind <= parameter.POSITIONAL_OR_KEYWORD for parameter in parameters) else ()
 
 
 def _tool_of(tool: Any) -> _Tool:
@@ -296,7 +294,7 @@ def _validated(arguments: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
     except ValidationError:
         name = tool.schema["name"]
         text = "; ".join(
-            f"argument {'.'.join(map(str, each['loc']))!r} of {name}: {each['msg']}, got {each['input']!r:.80}"
-            for each in problems
+            f"argument {'.'.join(map(str, problem['loc']))!r} of {name}: {problem['msg']}, got {problem['input']!r:.80}"
+            for problem in problems
         )
         raise ValueError(text) from None

@@ -104,7 +104,7 @@ class _Engine:
         answer that it continues. Each answer is a branch of the rollout, so calls may run concurrently."""
         turns = _current.get()
         session: Any = turns.session
-        config: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
+        config: dict[str, Any] = {key: getattr(request_config, name, None) for key, name in _SAMPLING.items()}
         config["stop"] = tuple(config["stop"] or ()) or None
         sampling = replace(session.sampling, **{name: value for name, value in config.items() if value is not None})
         messages = [dict(message) for message in infer_request.messages]
@@ -155,14 +155,14 @@ class _Turns:
         """The answer to ``messages``, in a branch of the conversation with the longest shared prefix, whose tokens it
         reuses."""
         leaves = [*self.leaves, _Leaf(self.session, self.session.messages)]
-        near = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
-        shared = shared_length(near.messages, messages)
-        branch = near.session.branch([*near.session.messages[:shared], *messages[shared:]])
+        closest = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
+        shared = shared_length(closest.messages, messages)
+        branch = closest.session.branch([*closest.session.messages[:shared], *messages[shared:]])
         result, _parsed = await self.ask(branch, **options)
         answer, continued = dict(branch.messages[-1]), len(branch.messages) == len(messages)
         self.leaves.append(_Leaf(branch, [*(messages[:-1] if continued else messages), answer]))
-        if shared == len(near.messages) and near in self.leaves:  # the new leaf contains it
-            self.leaves.remove(near)
+        if shared == len(closest.messages) and closest in self.leaves:  # the new leaf contains it
+            self.leaves.remove(closest)
         return result
 
     async def ask(self, session: Any, *, index: int = 0, **options: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
@@ -207,7 +207,7 @@ class _Turns:
                 stats.stop_reason = request.stop_reason or stats.stop_reason
                 return None
         limits = (session.max_turns, len(session.turns)), (scheduler and scheduler.max_turns, self.number)
-        if any(most is not None and had >= most for most, had in limits):
+        if any(limit is not None and count >= limit for limit, count in limits):
             stats.stop_reason = StopReason.MAX_TURNS
             return None
         if calls and session.tools is not None:

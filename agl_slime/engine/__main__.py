@@ -37,8 +37,8 @@ def main() -> int:
     add("--token", default=token, help=f"asked of every request as a bearer token (or {TOKEN_VARIABLE})")
     add("--context-length", type=int, help="tokens of prompt and response together; by default the model's")
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
-    most = "of all running requests; by default as many as fit into a quarter of the memory"
-    add("--max-total-tokens", type=int, help=most)
+    help_text = "of all running requests; by default as many as fit into a quarter of the memory"
+    add("--max-total-tokens", type=int, help=help_text)
     add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
     experts = "report the experts of each token to requests that ask for them; by default where the model has some"
     add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=None, help=experts)

@@ -165,8 +165,8 @@ class EmbeddedServer:
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         if len(text) > self._most_characters:
-            most = f"the {self.engine.context_length} tokens of the model's context length can stand for"
-            raise BadRequest(f"The input ({len(text)} characters) is longer than {most}.")
+            limit = f"the {self.engine.context_length} tokens of the model's context length can stand for"
+            raise BadRequest(f"The input ({len(text)} characters) is longer than {limit}.")
         return self._tokenizer.encode(text, **options)
 
     async def _run(self, requests: list[Request]) -> None:

@@ -103,12 +103,12 @@ def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving:
     """Print the ready line once the server answers, end the server with the parent, and return when it has ended."""
     ready = False
 
-    def look() -> None:
+    def announce() -> None:
         nonlocal ready
         if not ready and (ready := _healthy(port)):
             print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
 
-    code = wait_beside_parent(server, parent_pid, look)
+    code = wait_beside_parent(server, parent_pid, announce)
     if code is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
     return code or 1

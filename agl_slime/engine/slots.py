@@ -178,11 +178,11 @@ class SlotModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.bytes_per_token = 4 * 2 * layers * heads * head_dim
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        most = memory // 4 // self.bytes_per_token if max_total_tokens is None else max_total_tokens
-        if most < _LEAST_TOKENS:
-            raise ConfigError(f"max_total_tokens must be at least {_LEAST_TOKENS}, got {most}")
-        self.context = min(context, most)
-        self.capacity = min(slots * context, most)
+        token_limit = memory // 4 // self.bytes_per_token if max_total_tokens is None else max_total_tokens
+        if token_limit < _LEAST_TOKENS:
+            raise ConfigError(f"max_total_tokens must be at least {_LEAST_TOKENS}, got {token_limit}")
+        self.context = min(context, token_limit)
+        self.capacity = min(slots * context, token_limit)
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._keys, self._values = ([_zeros(0, heads, 0, head_dim) for _ in range(layers)] for _ in "kv")

@@ -77,13 +77,13 @@ class Bodies:
 
     def look(self, path: str, raw: bytes) -> Request:
         """The request with its key, and the request that it extends."""
-        candidates = [each for each in self._requests if _may_extend(each, path, raw)]
+        candidates = [earlier for earlier in self._requests if _may_extend(earlier, path, raw)]
         digest, view, match, position = _digest(path), memoryview(raw), None, 0
-        for each in sorted(candidates, key=lambda each: each.length):
-            digest.update(view[position : each.length])
-            position = each.length
-            if digest.digest() == each.digest:
-                match = each, digest.copy()
+        for earlier in sorted(candidates, key=lambda earlier: earlier.length):
+            digest.update(view[position : earlier.length])
+            position = earlier.length
+            if digest.digest() == earlier.digest:
+                match = earlier, digest.copy()
         if match is None:
             digest.update(view[position:])
             return Request(path, raw, digest.digest())
@@ -122,7 +122,7 @@ class Bodies:
         return short, call
 
     async def _extend(
-        self, request: Request, previous: _ReadRequest, protocol: Protocol, histories: Histories, most: int
+        self, request: Request, previous: _ReadRequest, protocol: Protocol, histories: Histories, max_messages: int
     ) -> tuple[Mapping[str, Any], Call] | None:
         """The call of ``previous`` with new messages; ``None`` to read the whole body: the new part may be no list, be
         refused, or show images."""
@@ -139,20 +139,20 @@ class Bodies:
         if not new:
             return None
         call = replace(previous.call, messages=[*previous.call.messages, *new])
-        _check(call, protocol, most, start=len(previous.call.messages))
+        _check(call, protocol, max_messages, start=len(previous.call.messages))
         length = previous.length + len(request.new)
         extended = replace(previous, call=call, length=length, digest=request.digest)
-        self._requests = [each for each in self._requests if each is not previous] + [extended]
+        self._requests = [earlier for earlier in self._requests if earlier is not previous] + [extended]
         return previous.body, call
 
     def _remember(self, request: Request, list_field: str, body: Mapping[str, Any], call: Call) -> None:
         path, raw = request.path, request.raw
-        first = next((each for each in reversed(self._requests) if each.path == path and each.raw), None)
+        first = next((earlier for earlier in reversed(self._requests) if earlier.path == path and earlier.raw), None)
         end = None if first is None else _end_of_list(first, raw, list_field)
         if end is None:
             read = _ReadRequest(path, body, call, raw)
         else:
-            self._requests = [each for each in self._requests if each is not first]
+            self._requests = [earlier for earlier in self._requests if earlier is not first]
             digest = _digest(path, raw[:end]).digest()
             read = _with_shared_parts(_ReadRequest(path, body, call, length=end, digest=digest, tail=raw[end:]))
         self._requests = [*self._requests, read][-_MAX_REQUESTS:]
@@ -163,15 +163,15 @@ async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
     return work() if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(work)
 
 
-def _read(protocol: Protocol, body: Mapping[str, Any], histories: Histories, most: int) -> Call:
+def _read(protocol: Protocol, body: Mapping[str, Any], histories: Histories, max_messages: int) -> Call:
     call = protocol.read(body, histories)
-    _check(call, protocol, most)
+    _check(call, protocol, max_messages)
     return call
 
 
-def _check(call: Call, protocol: Protocol, most: int, *, start: int = 0) -> None:
-    if (n := len(call.messages)) > most:
-        message = f"the request has {n} messages, more than max_messages, {most}: send fewer"
+def _check(call: Call, protocol: Protocol, max_messages: int, *, start: int = 0) -> None:
+    if (n := len(call.messages)) > max_messages:
+        message = f"the request has {n} messages, more than max_messages, {max_messages}: send fewer"
         raise GatewayRequestError(message, status=413, code="request_too_large", param=protocol.list_field)
     in_text = protocol.calls_in_text and not call.offered
     check_results(call.messages, protocol.orphan_error, in_text=in_text, start=start)

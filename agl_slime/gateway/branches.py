@@ -45,11 +45,11 @@ class UntrainedTurns:
     def _drop_retried(self, answer: TimedAnswer) -> tuple[list[Node], list[Node]]:
         """Drop answers that were requested again after they ended and were never continued."""
         dropped, parent = [], answer.parent
-        same = self._latest.setdefault(answer.place, [])
-        while same and same[0].answered_at < answer.requested_at:
-            node = same.pop(0).node
+        earlier = self._latest.setdefault(answer.place, [])
+        while earlier and earlier[0].answered_at < answer.requested_at:
+            node = earlier.pop(0).node
             dropped += [] if node.continued else [node]
-        same.append(answer)
+        earlier.append(answer)
         restored = [parent] if parent is not None and parent.continued and parent.turn in self._untrained else []
         return dropped, restored
 

@@ -116,8 +116,8 @@ def _text_editor(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     commands = f"{_EDITS} undo_edit" if old else _EDITS
     inserted = "new_str" if old else "insert_text"
     described = "View, create and edit text files. insert puts " + inserted + " after line insert_line."
-    if isinstance(most := tool.get("max_characters"), int):
-        described += f" view shows at most {most} characters."
+    if isinstance(limit := tool.get("max_characters"), int):
+        described += f" view shows at most {limit} characters."
     fields = _editing(commands) | ({} if old else {"insert_text": _TEXT})
     return described, _object("command path", **fields)
 

@@ -103,15 +103,15 @@ class RecentResponses:
     def forget(self, node: Any) -> None:
         """Drop the received response with this answer: its client continued from it and will not retry."""
         if node is not None:
-            self.responses = deque(each for each in self.responses if not each.received or node not in each.nodes)
+            self.responses = deque(r for r in self.responses if not r.received or node not in r.nodes)
 
     def find(self, key: bytes) -> PendingResponse | None:
         """The pending or finished response to a retried request; ``None`` if unknown or ambiguous."""
-        same = [each for each in self.responses if each.key == key and each.usable]
-        lost = [each for each in same if each.task.done() and not each.received and not each.clients]
+        repeats = [response for response in self.responses if response.key == key and response.usable]
+        lost = [repeat for repeat in repeats if repeat.task.done() and not repeat.received and not repeat.clients]
         if lost:
             return lost[0]
         if self._unanswered[key]:
             self._unanswered[key] -= 1
             return None
-        return same[0] if len(same) == 1 else None
+        return repeats[0] if len(repeats) == 1 else None

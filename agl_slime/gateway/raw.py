@@ -128,7 +128,7 @@ class RawTree(Tree):
 
     def _prefix_digests(self, text: str) -> set[bytes]:
         """The digests of prefixes of ``text`` that are as long as an earlier text, in one pass."""
-        lengths = {length for each in self._digests.values() for length in (each.prompt_chars, each.total_chars)}
+        lengths = {length for digest in self._digests.values() for length in (digest.prompt_chars, digest.total_chars)}
         digest, position, prefixes = _digest(), 0, set[bytes]()
         for length in sorted(length for length in lengths if length <= len(text)):
             digest.update(_bytes(text[position:length]))

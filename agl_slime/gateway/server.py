@@ -160,12 +160,12 @@ class Gateway:
         if not isinstance(main, LLM) or isinstance(main, ProxyLLM):
             return None, resources
         self.start()
-        same = {
+        llms = {
             name: llm
             for name, llm in resources.items()
             if isinstance(llm, LLM) and not isinstance(llm, ProxyLLM) and llm.endpoint == main.endpoint
         }
-        roles = {LLM_RESOURCE: main, **{name: llm for name, llm in same.items() if llm is not main}}
+        roles = {LLM_RESOURCE: main, **{name: llm for name, llm in llms.items() if llm is not main}}
         attempt = Attempt(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
@@ -178,7 +178,7 @@ class Gateway:
         self._attempts[rollout_id, attempt_id] = attempt
         self._by_secret[attempt.secret] = attempt
         served = {
-            name: self._address(attempt, llm, LLM_RESOURCE if llm is main else name) for name, llm in same.items()
+            name: self._address(attempt, llm, LLM_RESOURCE if llm is main else name) for name, llm in llms.items()
         }
         return attempt, ServedResources({**resources, **served})
 

@@ -105,8 +105,8 @@ class Tree:
         """The longest match of a request. Replaces answers in ``messages`` by the equal ones in the tree."""
         if self._last_forks != self._forks:
             self._last_messages, self._last_paths, self._last_forks = [], [], self._forks
-        same = [*map(operator.is_, messages[:-1], self._last_messages)]
-        shared = same.index(False) if False in same else len(same)
+        unchanged = [*map(operator.is_, messages[:-1], self._last_messages)]
+        shared = unchanged.index(False) if False in unchanged else len(unchanged)
         del self._last_messages[shared:], self._last_paths[shared:]
         paths, ambiguous = self._last_paths[-1] if self._last_paths else (Path(0, None),), False
         for index in range(len(self._last_messages), len(messages)):
@@ -236,8 +236,8 @@ class Tree:
         """Equal messages that are not answers, with the states after them. Trailing white space may differ, except in
         the last message of a request (``exact``): its answer would be to another prompt."""
         children = self._messages.get((state, message_key(message)), ())
-        same = [child for child in children if child[1]["content"] == message["content"]]
-        return same if exact else [*same, *(child for child in children if child not in same)]
+        equal = [child for child in children if child[1]["content"] == message["content"]]
+        return equal if exact else [*equal, *(child for child in children if child not in equal)]
 
     def _fork_reason(
         self, messages: Sequence[Message], length: int, node: Node | None, conversation: Conversation | None

@@ -110,7 +110,7 @@ class ChatContext:
         self._copies = copies
         self._tokenizer = template.tokenizer
         self._answers = AnswerMessages(template.fields, reader or template.reader, all_raw=copies)
-        self.messages: list[Message] = [dict(each) if copies else cast(Message, each) for each in messages]
+        self.messages: list[Message] = [dict(message) if copies else cast(Message, message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
         self.kept_tokens = 0
@@ -184,8 +184,8 @@ class ChatContext:
             explain_once(self.fork, self._thinking_hint if self.fork is ForkReason.DROPPED_THINKING else str)
         continues = _continues(prompt_messages)
         continued = _content(prompt_messages[-1]) if continues else ""
-        begun = self.messages.pop() if continues else {"role": "assistant"}
-        message: Message = {**begun, "content": continued + answer_text(generation)}
+        beginning = self.messages.pop() if continues else {"role": "assistant"}
+        message: Message = {**beginning, "content": continued + answer_text(generation)}
         self._answers.add_sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
         history = [*(prompt_messages[:-1] if continues else prompt_messages), message]
@@ -337,13 +337,13 @@ class ChatContext:
     def _joined(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
         """The first ``keep`` ids, then ``text``, ``generation_prompt`` and the conversation's partial answer."""
         # encoded apart where no merge crosses its left edge: the ids before it can be kept when the answer is dropped
-        apart = self._template.begins_with_added_token(generation_prompt)
+        separate = self._template.begins_with_added_token(generation_prompt)
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         history_end, boundaries, added = 0, 0, []
-        pieces = (text, generation_prompt, partial) if apart else (text + generation_prompt, partial)
+        pieces = (text, generation_prompt, partial) if separate else (text + generation_prompt, partial)
         for number, piece in enumerate(pieces):
             previous = added or self.token_ids[:keep]
-            cache = self._template.generation_prompt_ids if apart and number == 1 and len(previous) else {}
+            cache = self._template.generation_prompt_ids if separate and number == 1 and len(previous) else {}
             if (encoded := cache.get(key := (piece, int(previous[-1]) if len(previous) else -1))) is None:
                 if len(cache) >= _MAX_GENERATION_PROMPTS:
                     cache.clear()
@@ -351,7 +351,7 @@ class ChatContext:
             ids, boundary = encoded
             added += ids
             boundaries += boundary
-            if apart and number == 0:
+            if separate and number == 0:
                 history_end = keep + len(added)
         return Plan(keep, tuple(added), history_end, boundaries, rendering)
 

@@ -181,9 +181,9 @@ class AnswerMessages:
         that the template would move is not given to it again."""
         answers = [*map(self.convert, messages)]
         placed = sampled() if any(answer.moved for answer in answers) else ()
-        pairs = zip(messages, answers, strict=True)
         return [
-            {**each.message, "content": ""} if id(it) in placed and each.moved else each.message for it, each in pairs
+            {**answer.message, "content": ""} if id(message) in placed and answer.moved else answer.message
+            for message, answer in zip(messages, answers, strict=True)
         ]
 
 

@@ -151,7 +151,7 @@ def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | 
         for span in spans
         if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
     ]
-    taken: list[ModelCall] = []
+    calls: list[ModelCall] = []
     request_ids: set[str] = set()
     near: dict[str, list[ModelCall]] = {}  # by the call's span and by each of its ancestors
     for call in sorted(
@@ -166,12 +166,12 @@ def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | 
         ]
         if any(not (call.request_id and near_call.request_id) for near_call in nested):
             continue
-        taken.append(call)
+        calls.append(call)
         for related_id in (span_id, *above):
             near.setdefault(related_id, []).append(call)
         if call.request_id:
             request_ids.add(call.request_id)
-    return taken
+    return calls
 
 
 def _may_be_call(span: Span) -> bool:

@@ -121,7 +121,7 @@ class AnswerReader:
     def _seems_opened(self, text: str) -> bool:
         head, mark, _ = text.partition(self.thinking[1])
         calls = () if self.parser is None else self.parser.marks()
-        return bool(mark) and not any(each in head for each in (self.thinking[0], *calls))
+        return bool(mark) and not any(opening in head for opening in (self.thinking[0], *calls))
 
 
 def reader_for(
@@ -167,15 +167,15 @@ def _hide_mentions(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequenc
 
 
 def _unhide(text: str) -> str:
-    return "".join(chr(ord(each) - _PRIVATE) if _PRIVATE <= ord(each) < _PRIVATE + 0x10000 else each for each in text)
+    return "".join(chr(ord(c) - _PRIVATE) if _PRIVATE <= ord(c) < _PRIVATE + 0x10000 else c for c in text)
 
 
 def _unhide_value(value: Any) -> Any:
     if isinstance(value, str):
         return _unhide(value)
     if isinstance(value, Mapping):
-        return {_unhide(key): _unhide_value(each) for key, each in value.items()}
-    return [_unhide_value(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_unhide(key): _unhide_value(element) for key, element in value.items()}
+    return [_unhide_value(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 
 def _unhide_parts(answer: AnswerParts) -> AnswerParts:

@@ -78,8 +78,8 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
     overridden = getattr(type(tokenizer), "apply_chat_template", None) is not standard
     if overridden or "apply_chat_template" in vars(tokenizer):
         return f"{type(tokenizer).__name__} renders by itself"
-    if taken := sorted(options.keys() & inspect.signature(standard).parameters.keys() - {"chat_template"}):
-        return f"{taken[0]} is an option of apply_chat_template"
+    if reserved := sorted(options.keys() & inspect.signature(standard).parameters.keys() - {"chat_template"}):
+        return f"{reserved[0]} is an option of apply_chat_template"
     arguments = {name: value for name, value in options.items() if name != "chat_template"}
     if not (_plain(arguments) and _plain(tools)):
         return "tools or template arguments are not plain JSON"
@@ -95,7 +95,7 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
         return f"the template cannot be compiled ({str(error) or type(error).__name__:.80})"
     if "sameas" in source:
         return "the template compares object identities"
-    prepare = next((each for each in _PREPARATIONS if _text([*map(each, _MESSAGES)]) == _text(prepared)), None)
+    prepare = next((method for method in _PREPARATIONS if _text([*map(method, _MESSAGES)]) == _text(prepared)), None)
     if prepare is None:
         return "this transformers prepares messages in an unknown way"
     schemas = _with_cache(schemas) if schemas else None
@@ -185,9 +185,9 @@ def _with_cache(value: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _compiled(compile_template: Callable[[str], Any], source: str) -> Any:
     """The template in transformers' environment, with a cache of schemas' JSON."""
-    theirs = compile_template(source).environment
-    environment = theirs.overlay()
-    environment.filters = {**theirs.filters, "tojson": _cached(theirs.filters["tojson"])}
+    original = compile_template(source).environment
+    environment = original.overlay()
+    environment.filters = {**original.filters, "tojson": _cached(original.filters["tojson"])}
     return environment.from_string(source)
 
 

@@ -41,7 +41,7 @@ class SystemMessages:
         if SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
             return messages
         if "developer" in roles and not self._writes_developers:
-            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         systems = [message for message in messages if message.get("role") in SYSTEM_ROLES]
         if systems == messages[:1] or self._writes_systems:
             return messages

@@ -216,12 +216,12 @@ class ChatTemplate:
             return RewrittenHistory()  # the beginning of the answer cannot be located
         rendered = self.render_prompt([*history, answer, *new])
         written, generation_prompt = rendered.text, rendered.generation_prompt or ""
-        begun = prompt.generation_prompt + sampled.text
-        expected = prompt.text + begun
+        answer_text = prompt.generation_prompt + sampled.text
+        expected = prompt.text + answer_text
         done = len(prompt.text) if written.startswith(prompt.text) else 0
         mark = self.closing.rstrip() or self.closing
         if written.startswith((expected + mark)[done:], done):
-            return Addition(written[len(expected) :], generation_prompt, begun, rendered)
+            return Addition(written[len(expected) :], generation_prompt, answer_text, rendered)
         alone = self.render([*history, answer], generation_prompt=False)
         places = self._locate(written, alone, prompt.text, sampled)
         bare = self.fields.without_thinking(answer)

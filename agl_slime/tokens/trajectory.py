@@ -37,8 +37,8 @@ class Trajectory:
         if not self.turns:
             return ""
         messages = self.turns[-1].messages
-        begun = str(messages[-1].get("content") or "") if messages and messages[-1].get("role") == "assistant" else ""
-        return begun + self.turns[-1].text
+        start = str(messages[-1].get("content") or "") if messages and messages[-1].get("role") == "assistant" else ""
+        return start + self.turns[-1].text
 
     @property
     def messages(self) -> Messages:

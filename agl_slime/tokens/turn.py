@@ -89,9 +89,9 @@ class Turn:
                 raise TraceError(f"weight version {span.version!r} covers {place}")
         if self.token_source not in ("engine", "retokenized"):
             raise TraceError(f"token_source must be engine or retokenized, got {self.token_source!r}")
-        most = 0 if self.base_turn is None else len(self.prompt_ids)
-        if not 0 <= self.kept_tokens <= most:
-            raise TraceError(f"kept_tokens must lie between 0 and {most}, got {self.kept_tokens}")
+        limit = 0 if self.base_turn is None else len(self.prompt_ids)
+        if not 0 <= self.kept_tokens <= limit:
+            raise TraceError(f"kept_tokens must lie between 0 and {limit}, got {self.kept_tokens}")
         if self.experts_end > self.length:
             raise TraceError(f"routed experts end at token {self.experts_end} of a turn of {self.length}")
         if self.nucleus is not None and len(self.nucleus) != n:

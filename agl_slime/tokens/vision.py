@@ -192,7 +192,7 @@ def _without_videos(path: str) -> Any:
     pictures = transformers.AutoImageProcessor.from_pretrained(path)
     files = (Path(path) / name for name in _CONFIGS)
     configs = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    name = next((each["processor_class"] for each in configs if "processor_class" in each), "")
+    name = next((config["processor_class"] for config in configs if "processor_class" in config), "")
     base: Any = getattr(transformers, name)
 
     class ImagesOnly(base):

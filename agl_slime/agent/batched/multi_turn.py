@@ -89,7 +89,7 @@ class SGLangSampler:
                     return error
 
             pairs = zip(inputs, sampling_params, strict=True)
-            return list(await asyncio.gather(*(generate(each["input_ids"], params) for each, params in pairs)))
+            return list(await asyncio.gather(*(generate(feature["input_ids"], params) for feature, params in pairs)))
 
 
 logger = logging.getLogger(__name__)

@@ -209,7 +209,7 @@ def parse_generation(
     count = count_of(meta, "completion_tokens", endpoint, default=len(ids))
     # a stream that is aborted in the queue ends with its last id alone
     agree = listed is None or listed == [*ids] or (kind == "abort" and listed == [*ids[-1:]])
-    least, most, limit = min(log_probs, default=0.0), max(log_probs, default=0.0), request.sampling.max_new_tokens
+    lowest, highest, limit = min(log_probs, default=0.0), max(log_probs, default=0.0), request.sampling.max_new_tokens
     for is_false, problem in (
         (pairs is None and kind != "abort", "no output_token_logprobs although return_logprob was set"),
         (pairs is not None and not agree, f"{len(ids)} output_token_logprobs with other output_ids"),
@@ -218,7 +218,7 @@ def parse_generation(
         (len(ids) > limit, f"{len(ids)} tokens, and max_new_tokens was {limit}"),
         (isinstance(matched, int) and ids[-1:] != (matched,), f"a stop at token {matched}, which is not the last one"),
         (not all(map(math.isfinite, log_probs)), "a log-prob that is NaN or infinite"),
-        (least < LOG_PROBS[0] or most > LOG_PROBS[1], f"log-probs from {least:g} to {most:g}, beyond -80 to 0"),
+        (lowest < LOG_PROBS[0] or highest > LOG_PROBS[1], f"log-probs from {lowest:g} to {highest:g}, beyond -80 to 0"),
     ):
         if is_false:
             raise false_answer(f"{endpoint} answered {problem}")

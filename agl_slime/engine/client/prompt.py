@@ -39,5 +39,5 @@ class PromptIds(Sequence[int]):
 
 def outermost(ids: Sequence[int]) -> int:
     """The least of ``ids`` where it is below 0, else the greatest: in a vocabulary when all are."""
-    least, most = (ids.array.min(), ids.array.max()) if isinstance(ids, PromptIds) else (min(ids), max(ids))
-    return int(least if least < 0 else most)
+    lowest, highest = (ids.array.min(), ids.array.max()) if isinstance(ids, PromptIds) else (min(ids), max(ids))
+    return int(lowest if lowest < 0 else highest)

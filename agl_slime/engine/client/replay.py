@@ -73,9 +73,9 @@ def narrowed(experts: NDArray[np.int32], *, endpoint: str) -> NDArray[Any]:
     """As the smallest unsigned integers that hold them."""
     if not experts.size:
         return experts.astype(np.uint8)
-    if (most := experts.view(np.uint32).max()) > 0xFFFF:  # where a negative number is a large one
+    if (largest := experts.view(np.uint32).max()) > 0xFFFF:  # where a negative number is a large one
         raise EngineProtocolError(f"{endpoint} answered routed_experts outside of 0 to 65535: its capture is broken")
-    return experts.astype(np.uint8 if most < 256 else np.uint16)
+    return experts.astype(np.uint8 if largest < 256 else np.uint16)
 
 
 def parse_experts(

@@ -319,9 +319,9 @@ def _within_file_limit(connections: int) -> int:
 
 
 def _socket_with_keepalive(addr_info: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(*addr_info[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = socket.socket(*addr_info[:3])
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_KEEPALIVE.items():
         if hasattr(socket, name):  # macOS and Windows name them otherwise or not at all
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

@@ -47,13 +47,13 @@ def events_of(
     answers that are trained, and the last of several posted calls with the same prompt."""
     turns = decode_turns(spans)
     untrained = untrained_turns(spans, turns) if triplet else ()
-    numbered, ours, events = iter(enumerate(turns)), set[int](), []
+    numbered, served, events = iter(enumerate(turns)), set[int](), []
     for span in spans:
         if is_packed(span.attributes):
             number, turn = next(numbered)
             if number in untrained:
                 continue
-            ours.add(len(events))
+            served.add(len(events))
             kind, data = "model_request", _model_request(turn, span.attributes, triplet=triplet)
         elif (event := _posted_event(span)) is not None:
             kind, data = event
@@ -64,7 +64,7 @@ def events_of(
             timestamp = span.end_time or span.start_time or 0.0
             ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
             events.append({"event_type": kind, **ids, "timestamp": timestamp, "data": data})
-    return _last_of_each_prompt(events, ours) if triplet else events
+    return _last_of_each_prompt(events, served) if triplet else events
 
 
 def refused_call(path: str, refusal: GatewayRequestError, *, model: str) -> tuple[str, dict[str, Any]]:
@@ -150,10 +150,10 @@ def _token_ids(value: Any) -> list[int]:
     return value if isinstance(value, list) and all(type(token) is int for token in value) else []
 
 
-def _last_of_each_prompt(events: Sequence[dict[str, Any]], ours: Collection[int]) -> list[dict[str, Any]]:
+def _last_of_each_prompt(events: Sequence[dict[str, Any]], served: Collection[int]) -> list[dict[str, Any]]:
     """The events without retries among posted calls, as in 1.0. Calls without a prompt stay, and the gateway's own, at
-    the places ``ours``, in place of posted ones: their retries are untrained turns."""
+    the places ``served``, in place of posted ones: their retries are untrained turns."""
     calls = (event["data"] if event["event_type"] == "model_request" else {} for event in events)
     prompts = [tuple(call.get("prompt_token_ids", ())) for call in calls]
-    last = {prompts[place]: place for place in sorted(range(len(events)), key=ours.__contains__) if prompts[place]}
-    return [event for place, event in enumerate(events) if place in ours or last.get(prompts[place], place) == place]
+    last = {prompts[n]: n for n in sorted(range(len(events)), key=served.__contains__) if prompts[n]}
+    return [event for n, event in enumerate(events) if n in served or last.get(prompts[n], n) == n]

@@ -94,7 +94,7 @@ class Rollouts:
         for first in range(0, len(creates), _CREATE_CHUNK):
             rollouts += [await self._create(create) for create in creates[first : first + _CREATE_CHUNK]]
             await asyncio.sleep(0)
-        views = await _off_loop(lambda: [orjson.Fragment(self._json_of(each)) for each in rollouts], len(rollouts))
+        views = await _off_loop(lambda: [*map(orjson.Fragment, map(self._json_of, rollouts))], len(rollouts))
         return orjson.Fragment(orjson.dumps(views))
 
     async def _create(self, create: Create) -> Rollout:
@@ -205,17 +205,17 @@ class Rollouts:
     async def check(self, rollout_id: str, patch: StatusPatch, *, controller: str = "") -> State | None:
         """The new state, if it may follow the current state. Raises ``GatewayRequestError`` (409)."""
         rollout = await self.get(rollout_id)
-        now, new = _state_of(rollout), patch.state
+        state, requested = _state_of(rollout), patch.state
         latest = await self._store.get_latest_attempt(rollout_id)
-        if now == "running" and latest is not None and latest.worker_id != _worker(controller):
+        if state == "running" and latest is not None and latest.worker_id != _worker(controller):
             message = f"Rollout {rollout_id} runs under another controller"
             raise GatewayRequestError(message, status=409, code="other_controller")
         # the first model call may have begun the attempt before the controller reports "running"
-        first_report = now == new == "running" and "last_attempt_id" not in _status_of(latest)
-        if new is not None and new not in NEXT[now] and not first_report:
-            message = f"Rollout {rollout_id}: cannot transition {now} -> {new}"
+        first_report = state == requested == "running" and "last_attempt_id" not in _status_of(latest)
+        if requested is not None and requested not in NEXT[state] and not first_report:
+            message = f"Rollout {rollout_id}: cannot transition {state} -> {requested}"
             raise GatewayRequestError(message, status=409, code="invalid_transition")
-        return new
+        return requested
 
     async def patch(self, rollout_id: str, patch: StatusPatch, *, controller: str = "") -> orjson.Fragment:
         """Store a controller's status fields, and begin or end the attempt; call ``check`` before."""

@@ -102,7 +102,7 @@ def _find(tokenizer: Any, source: str, kwargs: HashedArguments) -> ToolParser | 
 
 def _reads(form: ToolParser, written: tuple[str, ...]) -> bool:
     """Whether a parser reads the probe's call, with or without the end of a turn after it."""
-    tries = (form.parse(text).calls for each in written for text in (each, each[: each.rfind("}") + 1]))
+    tries = (form.parse(text).calls for answer in written for text in (answer, answer[: answer.rfind("}") + 1]))
     return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
 
 

@@ -51,13 +51,13 @@ def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None
     if not types:
         types = [_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES]
     types += ["null"] if schema.get("nullable") else []
-    inner = [each for name in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(name))]
+    choices = [choice for name in ("anyOf", "oneOf", "allOf") for choice in _listed(schema.get(name))]
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = root
         for key in reference.removeprefix("#/").split("/"):
             target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        inner.append(target)
-    return tuple(dict.fromkeys([*types, *(kind for each in inner for kind in types_of(each, root, visited))]))
+        choices.append(target)
+    return tuple(dict.fromkeys([*types, *(kind for choice in choices for kind in types_of(choice, root, visited))]))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -42,11 +42,11 @@ def register_worker() -> None:
     chosen = RayActor._get_current_node_ip_and_free_port
     offset = os.getpid() % 400 * 40
 
-    def apart(start_port: int = 10000, consecutive: int = 1) -> Any:
+    def separate_ports(start_port: int = 10000, consecutive: int = 1) -> Any:
         first = start_port in (10_000, 15_000)  # later ones continue from an earlier answer
         return chosen(start_port=start_port + first * offset, consecutive=consecutive)
 
-    RayActor._get_current_node_ip_and_free_port = staticmethod(apart)
+    RayActor._get_current_node_ip_and_free_port = staticmethod(separate_ports)
 
 
 class RehearsalActor(TrainRayActor):

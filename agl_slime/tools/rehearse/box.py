@@ -30,25 +30,25 @@ _MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # the ke
 
 
 class Ended(NamedTuple):
-    """``code`` is ``None`` for a command that was stopped, ``why`` then the reason; ``output`` has the last bytes."""
+    """The end of a command: its ``code``, ``None`` if it was stopped for a ``reason``, and the end of its output."""
 
     code: int | None
-    why: str
+    reason: str
     output: str
 
 
 def check_box() -> None:
     """Raise ``ConfigError`` where bubblewrap makes no box."""
-    why, fix, machine = "bubblewrap is not installed", "install it (apt-get install bubblewrap)", platform.machine()
+    problem, fix, machine = "bubblewrap is not installed", "install it (apt-get install bubblewrap)", platform.machine()
     if shutil.which("bwrap"):
         probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", *_WITHOUT, "true"]
         finished = subprocess.run(probe, capture_output=True, text=True)
         if finished.returncode == 0 and machine in _MACHINES:
             return
         last = finished.stderr.strip().rpartition("\n")[2] or f"no filter of system calls for {machine}"
-        why, fix = f"bubblewrap makes no sandbox here ({last})", "allow user namespaces, or be root"
+        problem, fix = f"bubblewrap makes no sandbox here ({last})", "allow user namespaces, or be root"
     raise ConfigError(
-        f"{why}, and without a sandbox a launch script can write and delete files of this machine: {fix}, or give "
+        f"{problem}, and without a sandbox a launch script can write and delete files of this machine: {fix}, or give "
         "--without-sandbox for a script that you trust"
     )
 
@@ -100,17 +100,17 @@ class Box:
                 command, options["pass_fds"] = [str(shutil.which("bwrap")), *words, *command], [rules.fileno()]
             else:
                 options["cwd"] = str(places[0])
-            until, why = time.monotonic() + seconds, ""
+            until, reason = time.monotonic() + seconds, ""
             with Child(command, name=command[0], env=env, **options) as child:
-                while (code := child.wait(_POLL_S)) is None and not why:
-                    why = check() or _over(child)
-                    if not why and time.monotonic() > until:
-                        why = f"it did not end within {seconds:g} s"
+                while (code := child.wait(_POLL_S)) is None and not reason:
+                    reason = check() or _over(child)
+                    if not reason and time.monotonic() > until:
+                        reason = f"it did not end within {seconds:g} s"
             size = os.fstat(output.fileno()).st_size
             if size >= _LIMITS["FSIZE"]:
-                why = f"it printed {_LIMITS['FSIZE'] >> 20} MiB"
+                reason = f"it printed {_LIMITS['FSIZE'] >> 20} MiB"
             tail = os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
-            return Ended(code, why, tail.replace("\0", ""))  # the command may have cut the file
+            return Ended(code, reason, tail.replace("\0", ""))  # the command may have cut the file
 
     def _mounts(self, writable: Sequence[Path], needs: str) -> list[str]:
         """A disk whose files are read-only, with space for new ones beside them in the usual places."""
@@ -147,8 +147,8 @@ def _entries(place: Path) -> list[os.DirEntry[str]]:
 def _limit() -> None:
     for name, value in _LIMITS.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(kind)[1]
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        hard_limit = resource.getrlimit(kind)[1]
+        value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
         resource.setrlimit(kind, (value, value))
 
 

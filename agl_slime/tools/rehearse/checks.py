@@ -116,8 +116,8 @@ def _flag(name: str) -> str:
     return name if name.startswith("agl_") else f"--{name.replace('_', '-')}"
 
 
-def _meant(near: str | None) -> str:
-    return f"did you mean {near}?" if near else ""
+def _hint(hint: str | None) -> str:
+    return f"did you mean {hint}?" if hint else ""
 
 
 def _count(nodes: int) -> str:
@@ -131,8 +131,8 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
     """Findings about the commands around the training command."""
     last = " / ".join(played.output.splitlines()[-2:]) or "no output"
     moment = "before it started training" if training is None else "after the training command"
-    if played.code or played.why:
-        ended = f"ended with code {played.code}" if not played.why else f"was stopped, as {played.why},"
+    if played.code or played.reason:
+        ended = f"ended with code {played.code}" if not played.reason else f"was stopped, as {played.reason},"
         kind = Finding("note", f"the script {ended} {moment}, on the rehearsal's read-only disk: {last}")
         yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {moment}", last)
     elif training is None:
@@ -169,7 +169,7 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     if str(script) not in DRIVERS and not training.path(script).is_file():
         near = nearest(script.name, DRIVERS)
         place = "on this machine" if script.is_absolute() else f"in {training.cwd}"
-        yield _breaks(f"{script} does not exist {place}", _meant(near) or "give slime's train.py")
+        yield _breaks(f"{script} does not exist {place}", _hint(near) or "give slime's train.py")
     flags = {}
     for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
         flag, equals, value = word.partition("=")
@@ -245,21 +245,21 @@ def _missing(flag: str, path: str, training: Training, fix: str) -> Finding:
 def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
     for text in parsed.refused:
         yield _breaks("slime refuses the flags", " ".join(text.split()))
-    for text in parsed.lacking:
+    for text in parsed.skipped:
         yield Finding("note", f"some of slime's checks did not run ({text}): give --python with slime's requirements")
     for name, path in parsed.missing.items():
-        yield _missing(_flag(name), path, training, _meant(parsed.near.get(name)) or "put it there on each node")
-    for name, why in parsed.unimportable.items():
-        fix = _meant(parsed.near.get(name)) or "install it on each node, or put its directory into the job's PYTHONPATH"
-        yield _breaks(f"{_flag(name)} {(parsed.args or {}).get(name)} cannot be imported ({why})", fix)
-    for flag, near in parsed.ignored.items():
+        yield _missing(_flag(name), path, training, _hint(parsed.hints.get(name)) or "put it there on each node")
+    for name, reason in parsed.unimportable.items():
+        fix = _hint(parsed.hints.get(name)) or "install it on each node, or put its directory into the job's PYTHONPATH"
+        yield _breaks(f"{_flag(name)} {(parsed.args or {}).get(name)} cannot be imported ({reason})", fix)
+    for flag, hint in parsed.ignored.items():
         problem = f"{flag} is read by no parser and has no effect, without a message of slime's"
-        yield _costs(problem, _meant(near) or "take it out, or correct it")
+        yield _costs(problem, _hint(hint) or "take it out, or correct it")
     names = setting_names()
     for name in parsed.args or ():
         if name.startswith("agl_") and name not in names:
-            near = _meant(nearest(name, names, cutoff=0.6))
-            yield _costs(f"{name} is no setting and has no effect", near or "take it out, or correct it")
+            hint = _hint(nearest(name, names, cutoff=0.6))
+            yield _costs(f"{name} is no setting and has no effect", hint or "take it out, or correct it")
 
 
 # -- slime's arguments -----------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _rewards(args: Arguments, rewards: frozenset[str]) -> Iterator[Finding]:
     if not rewards or args.custom_rm_path or args.rollout_function_path == OURS:
         return
     if kind and (name := kind.removeprefix("boxed_")) not in rewards:
-        fix = _meant(nearest(name, rewards)) or f"give one of {', '.join(sorted(rewards))}, or --custom-rm-path"
+        fix = _hint(nearest(name, rewards)) or f"give one of {', '.join(sorted(rewards))}, or --custom-rm-path"
         yield _breaks(f"--rm-type {kind} is no reward of slime's", fix)
     if kind == "remote_rm" and not args.rm_url:
         yield _breaks("--rm-type remote_rm posts to no address", "give --rm-url")
@@ -303,8 +303,8 @@ def _rewards(args: Arguments, rewards: frozenset[str]) -> Iterator[Finding]:
 def _placement(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     need, per_node, per_actor = args.gpus_needed, args.num_gpus_per_node or 8, args.actor_num_gpus_per_node or 0
     if need > nodes.total:
-        apart = "" if args.colocate else f", {args.rollout_num_gpus or 0} to sample"
-        problem = f"slime needs {need} GPUs ({args.actor_gpus} for training{apart}) and {_count(nodes.count)} with"
+        sampling = "" if args.colocate else f", {args.rollout_num_gpus or 0} to sample"
+        problem = f"slime needs {need} GPUs ({args.actor_gpus} for training{sampling}) and {_count(nodes.count)} with"
         fix = "take more nodes, or lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
         yield _breaks(f"{problem} {nodes.gpus} GPUs have {nodes.total}, so that it waits for ever", fix)
     elif need < nodes.total:
@@ -380,8 +380,8 @@ def _batches(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         ranks = args.actor_gpus // args.model_parallel
         micro = 1 if args.use_dynamic_batch_size else args.micro_batch_size or 1
         if step % (ranks * micro):
-            each = f"{ranks} data-parallel ranks" + (f" x --micro-batch-size {micro}" if micro > 1 else "")
-            yield _breaks(f"--global-batch-size {step} is no multiple of {each}", "change one of them")
+            divisor = f"{ranks} data-parallel ranks" + (f" x --micro-batch-size {micro}" if micro > 1 else "")
+            yield _breaks(f"--global-batch-size {step} is no multiple of {divisor}", "change one of them")
     if size == 1 and args.loss_type != "sft_loss" and args.advantage_estimator in ("grpo", "gspo", "cispo"):
         problem = f"--n-samples-per-prompt 1 gives every rollout of {args.advantage_estimator} the advantage 0"
         yield _breaks(problem, "give 2 or more")
@@ -409,8 +409,8 @@ def _context_of(args: Arguments) -> tuple[int, str] | None:
     if not file.is_file():
         return None
     config = json.loads(file.read_text(errors="replace"))
-    most = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    return (most, "the model's max_position_embeddings") if most else None
+    limit = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return (limit, "the model's max_position_embeddings") if limit else None
 
 
 def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -444,14 +444,14 @@ def _keys(args: Arguments, source: str, rows: list[Any]) -> Iterator[Finding]:
 
 
 def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
-    ours = (args.data_source_path or "").startswith("agl_slime")
-    if (ours or args.custom_generate_function_path == GENERATE_HOOK) and args.agl_runners != "controller":
+    our_source = (args.data_source_path or "").startswith("agl_slime")
+    if (our_source or args.custom_generate_function_path == GENERATE_HOOK) and args.agl_runners != "controller":
         try:
             PluginSettings.from_args(args, {})
         except ConfigError as error:
             yield Finding("breaks", str(error))
     if args.rollout_function_path != OURS:
-        if ours and "fully_async" not in args.rollout_function_path:
+        if our_source and "fully_async" not in args.rollout_function_path:
             problem = f"{args.rollout_function_path} aborts the requests of our agents after each batch"
             yield _costs(problem, f"give --rollout-function-path {OURS}")
         return
@@ -461,7 +461,7 @@ def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         fix = "give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
         yield _costs("slime's release normalises rewards by position, wrong for rollouts of several Samples", fix)
     for flag in without_effect(args):
-        yield _costs(f"{_flag(flag.name)} has no effect under our rollout function, as {flag.why}", "take it out")
+        yield _costs(f"{_flag(flag.name)} has no effect under our rollout function, as {flag.reason}", "take it out")
     limit, lag = args.agl_max_staleness, args.update_weights_interval or 1
     if limit is not None and args.asynchronous and limit < lag:
         problem = f"agl_max_staleness {limit} cannot be kept: train_async.py requests rollouts {lag} versions ahead"

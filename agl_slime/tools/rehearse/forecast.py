@@ -100,14 +100,14 @@ class Forecast:
 
 
 class Decoder:
-    """An engine's sequences, which decode at one speed; ``done`` counts the tokens that each has got since the start.
+    """An engine's sequences, which decode at one speed; ``decoded`` counts the tokens of each since the start.
     Times are seconds on any clock that starts at 0."""
 
     def __init__(self, speeds: Speeds, shape: Shape) -> None:
         self._speeds, self._slots, self._prompt = speeds, shape.slots, shape.prompt_tokens
-        self.running: list[tuple[float, int, int]] = []  # value of ``done`` at its end, rollout, its tokens
+        self.running: list[tuple[float, int, int]] = []  # value of ``decoded`` at its end, rollout, its tokens
         self.waiting: deque[tuple[int, int]] = deque()  # rollout, its tokens
-        self.done = self.time = self.idle_s = 0.0
+        self.decoded = self.time = self.idle_s = 0.0
         self.stopped = False
 
     @property
@@ -124,35 +124,35 @@ class Decoder:
             if not self.running:
                 self.idle_s += now - self.time
             elif not self.stopped:
-                self.done += (now - self.time) / self.pace
+                self.decoded += (now - self.time) / self.pace
             self.time = now
         while self.waiting and len(self.running) < self._slots and not self.stopped:
             rollout, tokens = self.waiting.popleft()
-            heapq.heappush(self.running, (self.done + tokens, rollout, tokens))
+            heapq.heappush(self.running, (self.decoded + tokens, rollout, tokens))
             self.time += self._prompt * self._speeds.prefill_token_s
 
     def next_end(self) -> float:
         if not self.running or self.stopped:
             return math.inf
-        return self.time + max(0.0, self.running[0][0] - self.done) * self.pace
+        return self.time + max(0.0, self.running[0][0] - self.decoded) * self.pace
 
     def pop(self) -> int:
         """Remove the sequence that has ended; returns its rollout."""
         end, rollout, _ = heapq.heappop(self.running)
-        self.done = max(self.done, end)  # without rounding errors
+        self.decoded = max(self.decoded, end)  # without rounding errors
         return rollout
 
     def resume(self, now: float, *, prefill: bool) -> int:
         """Resume after a weight update; returns the number of tokens that are prefilled again."""
         self.time, self.stopped = max(now, self.time), False
-        tokens = sum(round(tokens - (end - self.done)) for end, _, tokens in self.running) if prefill else 0
+        tokens = sum(round(tokens - (end - self.decoded)) for end, _, tokens in self.running) if prefill else 0
         self.time += tokens * self._speeds.prefill_token_s
         self.move(now)
         return tokens
 
     def drop(self, rollouts: set[int]) -> int:
         """Abort these; returns their tokens that are not sampled yet."""
-        unsampled = sum(round(end - self.done) for end, rollout, _ in self.running if rollout in rollouts)
+        unsampled = sum(round(end - self.decoded) for end, rollout, _ in self.running if rollout in rollouts)
         unsampled += sum(tokens for rollout, tokens in self.waiting if rollout in rollouts)
         self.running = [sequence for sequence in self.running if sequence[1] not in rollouts]
         heapq.heapify(self.running)
@@ -179,8 +179,8 @@ class _Run:
         self.batch: list[int] | None = None
         self.finished: list[Step] = []
 
-    def later(self, seconds: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), do))
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.timers, (self.now + seconds, next(self.numbers), action))
 
     # -- rollouts
 
@@ -296,8 +296,8 @@ class _Run:
                 problem = "train_async.py waits for rollouts that it may not sample yet"
                 raise ConfigError(f"{limit}: {problem}; set 1 or more")
             else:
-                self.now, _, do = heapq.heappop(self.timers)
-                do()
+                self.now, _, action = heapq.heappop(self.timers)
+                action()
         return self.result()
 
     def result(self) -> Forecast:
@@ -329,8 +329,8 @@ def compare(speeds: Speeds, shape: Shape, *, steps: int = 12) -> list[tuple[str,
     changes: list[tuple[str, Shape]] = [("as it is", shape)]
     if not shape.colocated:
         for limit in (1, 2, 4):
-            ours = replace(shape, max_staleness=limit, resumes=True, oversampled=None)
-            changes += [(f"agl_max_staleness {limit}", ours)] if limit != shape.max_staleness else []
+            limited = replace(shape, max_staleness=limit, resumes=True, oversampled=None)
+            changes += [(f"agl_max_staleness {limit}", limited)] if limit != shape.max_staleness else []
         engine_counts = {round(shape.engines * factor) for factor in (1.5, 2)} - {shape.engines}
         changes += [(f"{engines} engines", replace(shape, engines=engines)) for engines in sorted(engine_counts)]
     return [(name, forecast(speeds, changed, steps=steps)) for name, changed in changes]

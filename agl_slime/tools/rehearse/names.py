@@ -44,8 +44,8 @@ def unresolved_elsewhere(code: str, python: str) -> tuple[str, str] | None:
     command = [python, __file__, code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     try:
-        lack = json.loads(finished.stdout.splitlines()[-1])
-        return None if lack is None else (str(lack[0]), str(lack[1]))
+        answer = json.loads(finished.stdout.splitlines()[-1])
+        return None if answer is None else (str(answer[0]), str(answer[1]))
     except (ValueError, LookupError, TypeError):  # it is no Python, or code of the module has ended it
         return (finished.stderr.strip().splitlines() or [f"{python} ended with code {finished.returncode}"])[-1], ""
 

@@ -25,16 +25,16 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 
 @dataclass(frozen=True)
 class Parsed:
-    """slime's arguments, ``None`` if its parser has ended; sentences of its refusals, and of packages that it lacks;
-    paths that are missing and objects that cannot be imported, by argument, and the nearest names that exist; flags
-    that no parser reads, each with the likely one or ``""``."""
+    """slime's arguments, ``None`` if its parser has ended; sentences of its refusals, and of checks that it skipped for
+    want of a package; paths that are missing and objects that cannot be imported, by argument, and the nearest names
+    that exist; flags that no parser reads, each with the likely one or ``""``."""
 
     args: Mapping[str, Any] | None
     refused: tuple[str, ...] = ()
-    lacking: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     unimportable: Mapping[str, str] = field(default_factory=dict)
-    near: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
     rewards: frozenset[str] = frozenset()
     """The values of ``--rm-type``."""
@@ -50,15 +50,15 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     """
     if not (slime_dir / "slime" / "utils" / "arguments.py").is_file():
         raise ConfigError(f"--slime-dir {slime_dir} is no checkout of slime: slime/utils/arguments.py is not there")
-    ours = str(Path(__file__).parents[3])
+    package_root = str(Path(__file__).parents[3])
     python_path = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
     box = Box(scratch, sandbox=sandbox, mapped=training.mapped)
     request: dict[str, Any] = {"flags": training.flags, "launcher": training.launcher, "standins": str(STANDINS)}
     request |= {"slime": str(slime_dir.resolve()), "scratch": str(box.home)}
-    request["path"] = [str(Path(training.cwd, training.script).parent), *python_path, ours]
+    request["path"] = [str(Path(training.cwd, training.script).parent), *python_path, package_root]
     request["settings"] = _settings({**os.environ, **training.env})
     request_file = box.write("parse.json", json.dumps(request))
-    needs = [json.dumps(request), sys.prefix, ours]
+    needs = [json.dumps(request), sys.prefix, package_root]
     cwd = Path(training.cwd) if training.path(training.cwd).is_dir() else slime_dir
     ended = box.run(
         [python, str(_PROGRAM), str(request_file), str(box.home / "log")],
@@ -73,7 +73,7 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
         refused = tuple(dict.fromkeys(answer["refused"]))
         parsed = Parsed(**answer | {"refused": refused})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        last = ended.why or (ended.output.strip().splitlines() or [f"code {ended.code}"])[-1]
+        last = ended.reason or (ended.output.strip().splitlines() or [f"code {ended.code}"])[-1]
         fix = "give --python that of an environment with slime's requirements (scripts/slime_cpu.sh makes one)"
         raise MissingDependencyError(f"slime's parser does not run in {python}: {last}; {fix}") from error
     missing = {name: path for name, path in parsed.missing.items() if path not in training.files}

@@ -77,8 +77,8 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Played:
-    """The commands of a script in their order, its exit code (``None`` if it was stopped, for the reason ``why``), its
-    last words, and its unset variables."""
+    """The commands of a script in their order, its exit code (``None`` if it was stopped for a ``reason``), the end of
+    its output, and its unset variables."""
 
     commands: tuple[Command, ...]
     code: int | None
@@ -87,7 +87,7 @@ class Played:
     isolated: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
     """Variables that the script demanded and the rehearsal has set."""
-    why: str = ""
+    reason: str = ""
     mapped: Mapping[str, Path] = field(default_factory=dict)
     """Directories that the script has seen at another place."""
 
@@ -105,13 +105,13 @@ class Played:
             return None
         names = [Path(training.script).name for training in trainings]
         rank = max(range(len(names)), key=lambda n: (names[n] in DRIVERS, bool(nearest(names[n], DRIVERS)), n))
-        made = {
+        writers = {
             str(Path(command.cwd, word.rpartition("=")[2])): " ".join(command.argv)[:80]
             for training, command in candidates
             if training is not trainings[rank] and command.argv[0] not in _NOT_MADE
             for word in command.argv[1:]
         }
-        return replace(trainings[rank], made=made)
+        return replace(trainings[rank], writers=writers)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class Training:
     files: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     mapped: Mapping[str, Path] = field(default_factory=dict)
-    made: Mapping[str, str] = field(default_factory=dict)
+    writers: Mapping[str, str] = field(default_factory=dict)
     """Commands of the script by the paths that they name, and may write."""
 
     def maker(self, path: str) -> str:
         """The command that may write ``path``, or ``""``."""
-        whole = Path(self.cwd, path)
-        candidates = [str(place) for place in (whole, *whole.parents) if len(place.parts) > 2]
-        return next((self.made[place] for place in candidates if place in self.made), "")
+        file = Path(self.cwd, path)
+        candidates = [str(place) for place in (file, *file.parents) if len(place.parts) > 2]
+        return next((self.writers[place] for place in candidates if place in self.writers), "")
 
     def path(self, script_path: str | Path) -> Path:
         """Where a path of the script is on this machine."""
@@ -204,7 +204,8 @@ def _slurm(nodes: int, gpus: int) -> dict[str, str]:
 def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]) -> Played:
     commands: list[Command] = []
     defined, counts = set[str](), Counter[tuple[str, ...]]()
-    ours = _stubs(box, environ.get("PATH", os.defpath))
+    stub_env = _stubs(box, environ.get("PATH", os.defpath))
+    hidden = {*stub_env, "SHLVL", "_", "PWD", "OLDPWD"}
 
     def read_log() -> str:
         for line in box.lines():
@@ -212,7 +213,7 @@ def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]
                 record = json.loads(line)
                 env = {name: _text(value) for name, value in record["env"].items() if environ.get(name) != value}
                 argv, files, words = ([*map(_text, record[name])] for name in ("argv", "files", "set"))
-                env = {name: value for name, value in env.items() if name not in {*ours, "SHLVL", "_", "PWD", "OLDPWD"}}
+                env = {name: value for name, value in env.items() if name not in hidden}
                 command = Command((argv[0], *argv[1:]), _text(record["cwd"]), env, tuple(files), _text(record["stdin"]))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 continue  # the script itself has written it
@@ -225,10 +226,10 @@ def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]
         return f"it has repeated `{' '.join(most)[:80]}` {counts[most]} times and waits for an answer that never comes"
 
     command, places, needs = ["bash", *script], [Path.cwd(), Path(script[0]).parent], [text, sys.prefix]
-    ended = box.run(command, env={**environ, **ours}, places=places, needs=needs, seconds=_SECONDS, check=read_log)
+    ended = box.run(command, env={**environ, **stub_env}, places=places, needs=needs, seconds=_SECONDS, check=read_log)
     read_log()
     words = [line for line in ended.output.splitlines() if line.strip()]
-    played = Played(tuple(commands), ended.code, "\n".join(words[-5:]), isolated=box.sandbox, why=ended.why)
+    played = Played(tuple(commands), ended.code, "\n".join(words[-5:]), isolated=box.sandbox, reason=ended.reason)
     unset = _unset_variables(text, environ, compared=played.training is None)
     return replace(played, unset=tuple(name for name in unset if name not in defined))
 

@@ -85,8 +85,8 @@ def speeds_of(args: Arguments, size: Size, card: str, shape: Shape) -> Speeds:
 def shape_of(args: Arguments, *, mean_tokens: float | None, prompt_tokens: int) -> Shape:
     """The batch, engines and driver of slime's arguments. Responses have a third of their limit on average unless
     ``mean_tokens`` is given."""
-    most = args.rollout_max_response_len or 1024
-    ours = (args.rollout_function_path or "").startswith("agl_slime")
+    limit = args.rollout_max_response_len or 1024
+    agl_slime_rollouts = (args.rollout_function_path or "").startswith("agl_slime")
     engines = (args.rollout_num_gpus or args.actor_gpus) // (args.rollout_num_gpus_per_engine or 1)
     if args.rollout_external_engine_addrs:
         engines = len(args.rollout_external_engine_addrs)
@@ -96,11 +96,11 @@ def shape_of(args: Arguments, *, mean_tokens: float | None, prompt_tokens: int) 
         engines=max(1, engines),
         slots=args.sglang_max_running_requests or args.sglang_server_concurrency or 512,
         prompt_tokens=prompt_tokens,
-        mean_tokens=mean_tokens or most / 3,
-        max_tokens=most,
+        mean_tokens=mean_tokens or limit / 3,
+        max_tokens=limit,
         asynchronous=args.asynchronous,
         colocated=bool(args.colocate),
-        max_staleness=args.agl_max_staleness if ours else None,
-        oversampled=None if ours else args.over_sampling_batch_size,
-        resumes=ours,
+        max_staleness=args.agl_max_staleness if agl_slime_rollouts else None,
+        oversampled=None if agl_slime_rollouts else args.over_sampling_batch_size,
+        resumes=agl_slime_rollouts,
     )

@@ -244,7 +244,7 @@ def _named_error(error: ValidationError) -> ConfigError:
         path = f"{path}.{refused.name}"
     elif isinstance(refused, ConfigError):
         return refused
-    names = [f"agl_{name}" for name, each in _PATHS.items() if each == path] or [f"agl_{first['loc'][0]}"]
+    names = [f"agl_{name}" for name, target in _PATHS.items() if target == path] or [f"agl_{first['loc'][0]}"]
     if isinstance(refused, SettingError):
         return SettingError(names[0], refused.problem)
     return ConfigError(f"{names[0]} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")

@@ -93,11 +93,11 @@ class Connection(Producer):
             self.evals.append(Evaluation("agl", held_out))
         if self._runner is not None and self.tasks is None:
             fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
-            who = settings.agent or settings.controller.job_template
-            raise ConfigError(f"{who} has no tasks: set agl_tasks or --prompt-data{fix}")
+            agent_name = settings.agent or settings.controller.job_template
+            raise ConfigError(f"{agent_name} has no tasks: set agl_tasks or --prompt-data{fix}")
         if settings.max_staleness is not None and self.tasks is None:
-            why = "limits how many groups are enqueued, and here another process enqueues them"
-            raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
+            reason = "limits how many groups are enqueued, and here another process enqueues them"
+            raise ConfigError(f"agl_max_staleness {settings.max_staleness} {reason}: set agl_tasks, or leave it out")
         self._scratch = ExitStack()
         self.replay_files = settings.replay_files
         if self.replay_files is None and settings.store_url is None and replay_of(settings.sampling or {}):

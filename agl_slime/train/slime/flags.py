@@ -20,7 +20,7 @@ class Ignored(NamedTuple):
 
     name: str
     default: Any
-    why: str
+    reason: str
 
 
 WITHOUT_EFFECT = (
@@ -83,12 +83,12 @@ def refused_keys(args: Any) -> Iterator[str]:
         generate = keys.get("custom_generate_function_path") or flags["custom_generate_function_path"]
         rewards = {"rm_type", "custom_rm_path"} if generate == GENERATE_HOOK else set()
         for name in sorted(keys.keys() - EVALUATED if evaluates(args) else keys.keys() & rewards):
-            why, value = _WHY.get(name, "nothing reads it"), keys[name]
+            reason, value = _WHY.get(name, "nothing reads it"), keys[name]
             if not (name == "apply_chat_template" and value) and not str(value).startswith("agl_slime.slime_hooks."):
-                yield f"evaluation data set {dataset.name}: {name} {value!r} has no effect, as {why}; leave it out"
+                yield f"evaluation data set {dataset.name}: {name} {value!r} has no effect, as {reason}; leave it out"
 
 
 def warn_of_flags(args: Any) -> None:
     """Log one warning that names the flags without effect, if there are any."""
-    if named := [f"--{flag.name.replace('_', '-')} ({flag.why})" for flag in without_effect(args)]:
+    if named := [f"--{flag.name.replace('_', '-')} ({flag.reason})" for flag in without_effect(args)]:
         logger.warning("slime's flags without effect under agl_slime's hooks: %s.", ", ".join(named))

@@ -201,10 +201,10 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
     """Take ``num_samples`` groups out of the buffer, by ``group_index``, then by order of arrival."""
     order = sorted(range(len(buffer)), key=lambda i: _first(buffer[i]).group_index or 0)[:num_samples]
-    taken = [buffer[i] for i in order]
+    oldest = [buffer[i] for i in order]
     for i in sorted(order, reverse=True):
         del buffer[i]
-    return taken
+    return oldest
 
 
 def mask_unfit(args: Any, groups: Sequence[Any]) -> None:

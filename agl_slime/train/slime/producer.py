@@ -104,7 +104,7 @@ class TaskProducer(Producer):
         members = [ends[group.group_id] for group in groups]
         size = evaluation.tasks.times if self._connection.settings.eval_whole else 1
         tasks = (members[start : start + size] for start in range(0, len(members), size))
-        return [member for task in tasks if all(each.ok for each in task) for member in task]
+        return [member for task in tasks if all(result.ok for result in task) for member in task]
 
     # -- callbacks of the source --------------------------------------------------------------------------------------
 
@@ -178,15 +178,15 @@ class TaskProducer(Producer):
             stored.setdefault(str((rollout.metadata or {}).get("group_id")), []).append(rollout)
         with source.changed:
             # not groups that the store has partly released, as after restoring an older state than the last two
-            whole = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
-            self._cursor.reconcile(whole)
+            complete = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
+            self._cursor.reconcile(complete)
             if self._staleness is not None:
                 self._staleness.pace()
-            ours = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
+            unfinished = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
             for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
             self._reconciling = False
-            source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
+            source.opened([rollout for rollout in unfinished if rollout.status not in FINISHED])
 
     # -- enqueueing ---------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ def manager_shape() -> tuple[str, str]:
     shape: Any = tuple(inspect.signature(find("create_rollout_manager")).parameters)
     if shape not in _SHAPES:
         supported = " and ".join(f"({', '.join(names)})" for names in _SHAPES)
-        taken = f"create_rollout_manager of {version()} takes ({', '.join(shape)})"
-        raise UnknownVersionError(f"{taken}; supported are {supported}")
+        signature = f"create_rollout_manager of {version()} takes ({', '.join(shape)})"
+        raise UnknownVersionError(f"{signature}; supported are {supported}")
     return shape
 
 

@@ -190,7 +190,7 @@ def test_nothing_of_a_script_leaves_its_box(tmp_path: Path, scratch: Path, monke
                     listening.accept()
             assert ("pkill", "escaped") not in [one.argv for one in played.commands]
             # an attack on the box's own processes ends the script, and no more
-            assert played.training is not None or "/bin/kill" in attack or "processes" in played.why, (attack, played)
+            assert played.training or "/bin/kill" in attack or "processes" in played.reason, (attack, played)
     assert becomes_true(lambda: not [one for one in psutil.process_iter(["cmdline"]) if "4321.5" in str(one.info)], 5)
 
 
@@ -259,7 +259,7 @@ def test_waiting_and_output_end(
     monkeypatch.setattr(script, "_SECONDS", 3.0 if ":;" in text else 60.0)
     monkeypatch.setitem(box._LIMITS, "FSIZE", 2**20)
     played = play(write(tmp_path, f"{text}\npython3 train.py --lr $?\n"), gpus=8, nodes=2, scratch=scratch)
-    assert played.why.startswith(why), played
+    assert played.reason.startswith(why), played
     assert (played.training is not None and played.training.flags[1] == "0") is trained
     if why:
         assert f"the script was stopped, as {why}" in next(check_script(played, None, ONE)).text
@@ -427,7 +427,7 @@ def test_names_that_do_not_resolve():
         args={**SOUND, "agl_agent": "a:B", "agl_tasks": "t.jsonl", "agl_agnt": "a:B"},
         unimportable={"agl_agent": "AttributeError: none"},
         missing={"agl_tasks": "t.jsonl"},
-        near={"agl_agent": "a:C", "agl_tasks": ""},
+        hints={"agl_agent": "a:C", "agl_tasks": ""},
     )
     training = Training("train.py", (), {}, "/nowhere", submitted=True)
     texts = [finding.text for finding in check(Played((), 0, "", isolated=True), parsed, training, ONE)]

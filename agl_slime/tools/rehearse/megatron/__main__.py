@@ -98,8 +98,8 @@ def train(script: str, words: list[str]) -> None:
     page = RunReader(run_dir, SlimeRuns(parsed.hf_checkpoint)).update()
     columns = page["metrics"]["columns"] if page is not None else {}
     print_line("  step    reward   log-probs: engine - Megatron")
-    for step, (reward, apart) in enumerate(zip(*(columns[name] for name in _SHOWN), strict=True)):
-        print_line(f"{step:>6}{reward:>10.3f}   {apart:.1e}")
+    for step, (reward, difference) in enumerate(zip(*(columns[name] for name in _SHOWN), strict=True)):
+        print_line(f"{step:>6}{reward:>10.3f}   {difference:.1e}")
     print_line(f"Written to {run_dir}: agl-slime report {run_dir}")
 
 

@@ -94,11 +94,11 @@ def _make_on_cpu(torch: Any) -> None:
 
     def on_cpu(original: Any) -> Any:
         @functools.wraps(original)
-        def made(*args: Any, **named: Any) -> Any:
+        def wrapper(*args: Any, **named: Any) -> Any:
             named.pop("pin_memory", None)
             return original(*args, **named | ({"device": device_of(named["device"])} if "device" in named else {}))
 
-        return made
+        return wrapper
 
     for name in _FACTORIES.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))

@@ -52,10 +52,10 @@ class Sources:
 
 def _require(root: Path, variable: str, commit: str, line: tuple[str, str]) -> None:
     if not _has(root, line):
-        lack = f"has no {line[1].strip('( ')!r} in {line[0]}" if (root / line[0]).is_file() else f"has no {line[0]}"
+        problem = f"has no {line[1].strip('( ')!r} in {line[0]}" if (root / line[0]).is_file() else f"has no {line[0]}"
         fix = f"take commit {commit} (scripts/slime_cpu.sh does)"
         raise (
-            UnknownVersionError(f"{variable}={root} {lack}: {fix}")
+            UnknownVersionError(f"{variable}={root} {problem}: {fix}")
             if root.is_dir()
             else ConfigError(f"{variable}={root} is no directory: {fix}")
         )

@@ -5,8 +5,8 @@ are not here are noted and replaced, so that one missing file does not hide the 
 
 Uses the standard library and slime. REQUEST: ``flags``, ``launcher``, ``standins``, ``slime``, ``scratch``, ``path``
 (the job's PYTHONPATH), ``settings`` (ours of the job's environment). A line of JSON is appended to LOG: ``args``,
-``options``, ``refused``, ``lacking`` (packages), ``missing``, ``unimportable``, ``near`` (names that exist, by
-argument), ``real`` (the packages that are no stand-ins).
+``options``, ``refused``, ``skipped`` (checks without a package), ``missing``, ``unimportable``, ``hints`` (names that
+exist, by argument), ``real`` (the packages that are no stand-ins).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     options = _collect_options()
     from slime.utils import arguments
 
-    answer: dict[str, Any] = {"refused": [], "lacking": [], "missing": {}, "unimportable": {}, "near": {}}
+    answer: dict[str, Any] = {"refused": [], "skipped": [], "missing": {}, "unimportable": {}, "hints": {}}
     answer |= {"real": real, "args": None}
     raw: dict[str, Any] = {}
     _replace_validation(arguments, answer, raw, request["scratch"])
@@ -104,20 +104,20 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
     validate = _collecting(arguments.slime_validate_args, answer["refused"])
 
     def checked(args: Any) -> None:
-        away = {name: getattr(args, name, None) for name in (*_PATHS, *_FILES)}
-        away = {name: path for name, path in away.items() if isinstance(path, str) and not Path(path).exists()}
-        answer["missing"] |= away
-        for name in away:
+        absent = {name: getattr(args, name, None) for name in (*_PATHS, *_FILES)}
+        absent = {name: path for name, path in absent.items() if isinstance(path, str) and not Path(path).exists()}
+        answer["missing"] |= absent
+        for name in absent:
             setattr(args, name, scratch if name in _PATHS else None)
         engines, args.rollout_external_engine_addrs = args.rollout_external_engine_addrs, None  # which run elsewhere
         load_from, ref_load = args.load, args.ref_load
-        interval, args.eval_interval = args.eval_interval, None if "eval_config" in away else args.eval_interval
+        interval, args.eval_interval = args.eval_interval, None if "eval_config" in absent else args.eval_interval
         args.ref_load = args.ref_load or scratch  # the checks have a sentence of their own
         raw.update(vars(args))
         try:
             validate(args)
         except Exception as error:  # mostly of a file: the other checks go on without it
-            answer["lacking" if isinstance(error, ImportError) else "refused"].append(str(error) or repr(error))
+            answer["skipped" if isinstance(error, ImportError) else "refused"].append(str(error) or repr(error))
             for name in (*_FILES, "eval_interval"):
                 setattr(args, name, None)
             with contextlib.suppress(Exception):
@@ -126,7 +126,7 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
             args.load = load_from
         args.ref_load = ref_load
         args.eval_interval = interval if args.eval_interval is None else args.eval_interval  # of --custom-config-path
-        for name, path in away.items():
+        for name, path in absent.items():
             setattr(args, name, path)
         args.rollout_external_engine_addrs, args.rollout_external = engines, engines is not None
         raw.update(vars(args))
@@ -171,22 +171,22 @@ def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
     if (log := args.get("agl_controller_log")) and not Path(log).absolute().parent.is_dir():
         missing["agl_controller_log"] = log
     answer["missing"] |= missing
-    answer["near"] |= {name: near_file(split_slice(path)[0]) for name, path in answer["missing"].items()}
+    answer["hints"] |= {name: near_file(split_slice(path)[0]) for name, path in answer["missing"].items()}
     objects = {name: value for name, value in args.items() if name.endswith("_path") and _NAMED.match(value)}
     objects = {name: value for name, value in objects.items() if not os.path.exists(value)}
-    lacking = {name: unresolved(value) for name, value in objects.items()}
+    problems = {name: unresolved(value) for name, value in objects.items()}
     if agent := args.get("agl_agent"):
         sys.path.insert(0, os.getcwd())  # as the agent's loader does
         if ":" not in agent:
-            near = ":".join(agent.rpartition(".")[::2])
-            lacking["agl_agent"] = "expected module:Class or file.py:Class", "" if unresolved(near) else near
+            hint = ":".join(agent.rpartition(".")[::2])
+            problems["agl_agent"] = "expected module:Class or file.py:Class", "" if unresolved(hint) else hint
         elif args.get("agl_runners") != "controller":
-            lacking["agl_agent"] = unresolved(agent)
+            problems["agl_agent"] = unresolved(agent)
         elif runs:
-            lacking["agl_agent"] = unresolved_elsewhere(agent, python)
-    for name, lack in lacking.items():
-        if lack is not None:
-            answer["unimportable"][name], answer["near"][name] = lack
+            problems["agl_agent"] = unresolved_elsewhere(agent, python)
+    for name, problem in problems.items():
+        if problem is not None:
+            answer["unimportable"][name], answer["hints"][name] = problem
 
 
 def _importable(name: str) -> bool:
