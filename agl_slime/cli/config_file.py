@@ -178,15 +178,16 @@ def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
 def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
     """The values of a file by the names of settings, without a ``None``; raises ``ConfigError`` for
     another name, and for one that is there twice."""
-    named: dict[str, Any] = {}
+    named, spelled = dict[str, Any](), dict[str, str]()
     for written, value in values.items():
         name = "model_path" if (written, prefix) == ("model", "") else written.replace("-", "_")
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
             raise ConfigError(f"--config {path}: there is no setting {prefix}{name}; the nearest is {prefix}{nearest}")
-        if name in named:
-            raise ConfigError(f"--config {path}: {prefix}{name} is there twice, also as {written}; leave one out")
-        named[name] = value
+        if name in spelled:
+            first = f"{prefix}{spelled[name]}"
+            raise ConfigError(f"--config {path}: {first} is there twice, also as {written}; leave one out")
+        named[name], spelled[name] = value, written
     return {name: value for name, value in named.items() if value is not None}
 
 

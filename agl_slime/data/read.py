@@ -59,7 +59,8 @@ async def collect(
     attempt = await store.get_latest_attempt(rollout_id)
     attempt_id = attempt.attempt_id if attempt is not None else "latest"
     try:
-        spans = [*await store.query_spans(rollout_id, attempt_id)]
+        delivered = await store.query_spans(rollout_id, attempt_id)
+        spans = [*{span.span_id: span for span in delivered}.values()]  # an exporter may deliver a span twice
     except RuntimeError as error:  # of Agent Lightning's in-memory store, for spans that it dropped to save memory
         return _failed(rollout, "spans_evicted", str(error))
     timeline = timeline_of(rollout, attempt, spans)

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,6 +69,9 @@ class EnvironmentSettings:
     """Keep verifiers' record of each episode beside the worker's log, as environment/ROLLOUT.json."""
 
     def __post_init__(self) -> None:
+        for mark, path in pairwise(self.arguments):
+            if mark == "@" and not Path(path).is_file():
+                raise ConfigError(f"--env.@ {path}: give a regular file, which each worker reads")
         check_ranges(
             self,
             ("most_tasks", lambda value: value >= 2, "at least 2"),

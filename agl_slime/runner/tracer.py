@@ -12,6 +12,7 @@ instrumentation inside the agent, through a span processor on the global tracer 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -38,8 +39,11 @@ from agl_slime.support.agl import (
     set_active_tracer,
 )
 from agl_slime.support.threads import current_rollout
+from agl_slime.tokens.reward import REWARD_PREFIX, check_names
 
 logger = logging.getLogger(__name__)
+
+_REWARD_NAME = re.compile(rf"{REWARD_PREFIX}\.\d+\.name")
 
 
 class ContextTracer(Tracer):
@@ -84,10 +88,12 @@ class ContextTracer(Tracer):
     def create_span(
         self, name: str, attributes: Any = None, timestamp: float | None = None, status: TraceStatus | None = None
     ) -> SpanCoreFields:
+        attributes = attributes or {}
+        check_names((attributes[key] for key in attributes if _REWARD_NAME.fullmatch(str(key))), "emit_reward")
         now = timestamp if timestamp is not None else time.time()
         core = SpanCoreFields(
             name=name,
-            attributes={key: _writable(value) for key, value in (attributes or {}).items()},
+            attributes={key: _writable(value) for key, value in attributes.items()},
             start_time=now,
             end_time=now,
             status=status or TraceStatus(status_code="UNSET"),

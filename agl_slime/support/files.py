@@ -98,8 +98,14 @@ def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Itera
 
 @contextmanager
 def sole_owner(directory: Path) -> Iterator[None]:
-    """Lock ``directory`` for this process while the block runs. Raises ``ConfigError`` with the other process's pid."""
-    with open(directory / LOCK, "a+") as lock:  # released when the file is closed or its process killed
+    """Lock ``directory`` for this process while the block runs. Raises ``ConfigError`` with the other process's pid,
+    and where the lock file cannot be written."""
+    try:
+        file = open(directory / LOCK, "a+")  # noqa: SIM115
+    except OSError as error:
+        fix = "name another place, or make it writable"
+        raise ConfigError(f"{directory} cannot be written ({error.strerror}): {fix}") from error
+    with file as lock:  # released when the file is closed or its process killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a failed start removes its lock file: a lock on a removed file excludes no process

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -76,11 +76,19 @@ def check_reward(value: Any, *, source: str) -> dict[str, float | RewardError]:
         return {UNNAMED: reward_number(value, f"{source} returned")}
     if not value:
         raise RewardError(f"{source} returned an empty dict; name at least one reward.")
-    named = {str(name): _checked(item, f"{source}[{str(name)!r}] returned") for name, item in value.items()}
+    check_names(value, source)
+    named = {name: _checked(item, f"{source}[{name!r}] returned") for name, item in value.items()}
     errors = [item for item in named.values() if isinstance(item, RewardError)]
     if len(errors) == len(named):
         raise errors[0]
     return named
+
+
+def check_names(names: Iterable[Any], source: str) -> None:
+    """Raise ``RewardError`` for a name that is no text."""
+    for name in names:
+        if not isinstance(name, str):
+            raise RewardError(f"{source} has a reward named {name!r:.80}; a name must be a text")
 
 
 def posted_reward(value: Any) -> dict[str, float | RewardError]:

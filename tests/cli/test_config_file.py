@@ -151,7 +151,7 @@ def test_a_password_is_not_written_and_has_to_be_given_again(tmp_path: Path) -> 
         ("x.toml", "local = 3", "must be a JSON object of settings, "),
         ("x.toml", "seed = true", "seed must be a valid integer, got True$"),
         ("x.toml", 'local.betas = ["a", 1]', "local.betas must be a valid number, got "),
-        ("x.toml", "num-iterations = 3\nnum_iterations = 4", "num_iterations is there twice, also as num_iterations;"),
+        ("x.toml", "num-iterations = 3\nnum_iterations = 4", "num-iterations is there twice, also as num_iterations;"),
         ("x.toml", 'model_path = "a"\nmodel = "b"', "model_path is there twice, also as model; leave one out$"),
         ("x.json", '{"seed": 1, "seed": 2}', "not JSON: 'seed' is there twice$"),
         ("x.toml", "num_iterations = 0", "num_iterations must be at least 1, got 0$"),

@@ -36,6 +36,18 @@ async def test_failed_rollout_keeps_its_turns() -> None:
         assert (member.turns, member.sampled_tokens) == (1, len(member.trajectory.turns[0].response_ids))
 
 
+async def test_a_span_that_was_delivered_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = BridgeStore.query_spans
+
+    async def query_twice(*args: Any) -> list[Any]:
+        return [*await query(*args)] * 2
+
+    once = await read()
+    monkeypatch.setattr(BridgeStore, "query_spans", query_twice)
+    twice = await read()
+    assert (twice.turns, twice.sampled_tokens, len(twice.timeline["calls"])) == (1, once.sampled_tokens, 1)
+
+
 async def test_failed_rollout_without_turns_or_with_damaged_turns_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await read(status="failed", turns=[])).trajectory is None
     encode = TurnEncoder.encode

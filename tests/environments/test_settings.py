@@ -45,6 +45,8 @@ def test_environment_flags_are_split_from_the_command_line_in_every_form() -> No
         ({"env": "a", "env_tasks": 1}, "--env-tasks must be at least 2"),
         ({"env_tasks": 5}, "--env-tasks"),
         ({"env_arguments": ("--env.x", "1")}, "--env-arguments"),
+        ({"env": "a", "env_arguments": ("@", "/dev/stdin")}, "--env.@ /dev/stdin: give a regular file"),
+        ({"env": "a", "env_arguments": ("@", "gone.toml")}, "--env.@ gone.toml: give a regular file"),
     ],
 )
 def test_unfitting_environment_settings_are_refused_by_name(fields: dict[str, Any], sentence: str) -> None:

@@ -57,8 +57,14 @@ def raises(error: BaseException) -> Any:
         (lambda: -math.inf, "bad_reward", "-inf"),
         (lambda: "0.7", "bad_reward", "'0.7' of type str"),
         (lambda: {"correct": math.nan}, "bad_reward", "['correct']"),
+        (lambda: {"correct": 1.0, 1: 0.5}, "bad_reward", "HelloAgent.compute_reward has a reward named 1;"),
+        (
+            lambda: emit_reward({1: 0.5}, primary_key=1),
+            "bad_reward",
+            "emit_reward has a reward named 1; a name must be ",
+        ),
     ],
-    ids=["raises", "exits", "None", "NaN", "inf", "string", "named NaN"],
+    ids=["raises", "exits", "None", "NaN", "inf", "string", "named NaN", "number as name", "number as name emitted"],
 )
 def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(
     fault: Any, reason: str, detail: str, engine: ScriptedEngine

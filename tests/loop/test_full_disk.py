@@ -15,7 +15,7 @@ import pytest
 
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.source import GroupSource
-from agl_slime.errors import DiskFullError, TrainerError
+from agl_slime.errors import DiskFullError
 from agl_slime.loop.checkpoint import CheckpointWriter, read_checkpoints
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import IterationFile, iter_jsonl
@@ -61,9 +61,9 @@ def test_weights_and_trainer_state(disk: Path, ours: Any, leave: int) -> None:
     ours.train(make_samples(make_model()), iteration=0)
     fill(disk, leave=leave)
     if leave < 400_000:
-        with pytest.raises(TrainerError, match=f"no space left in {disk};"):
+        with pytest.raises(DiskFullError, match=f"^no space left in {disk};"):
             ours.save_weights(disk / "weights")
-    with pytest.raises(TrainerError, match=f"no space left in {disk};"):
+    with pytest.raises(DiskFullError, match=f"^no space left in {disk};"):
         ours.save(disk / "state")
     assert [path.name for path in disk.iterdir() if path.name != "weights"] == ["filler"]
 

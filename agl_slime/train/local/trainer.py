@@ -16,7 +16,7 @@ from weakref import finalize
 
 import numpy as np
 
-from agl_slime.errors import MissingDependencyError, TrainerError
+from agl_slime.errors import DiskFullError, MissingDependencyError, TrainerError
 
 try:
     import torch
@@ -472,6 +472,8 @@ class LocalTrainer:
                     with (fresh / _STATE_FILE).open("wb") as file:  # given a path, torch hides the cause of an error
                         torch.save(state, file)
                     write_checksums(fresh)
+        except DiskFullError:  # which says so
+            raise
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,6 +149,16 @@ class PluginSettings(BaseModel):
         if plan.kind != "controller":
             return plan
         return replace(plan, controller=self.controller.complete(agent=self.agent))
+
+    def check_single(self) -> None:
+        """Raise ``ConfigError`` for a setting without effect on single rollouts, whose prompts slime groups."""
+        defaults = PluginSettings()
+        for name in ("tasks", "teacher_url", "max_staleness", "drop_zero_variance", *_PATHS):
+            path = _PATHS.get(name, name)
+            value, default = (attrgetter(path)(each) for each in (self, defaults))
+            if path.partition(".")[0] not in ("controller", "loop") and value != default:
+                why = "slime draws and groups the prompts; leave it out, or use generate_rollout"
+                raise ConfigError(f"agl_{name} has no effect with agl_slime.slime_hooks.generate: {why}")
 
     def _check_runners(self) -> None:
         if self.runners is not None and self.store_url is not None:

@@ -43,7 +43,7 @@ async def run_rollout(
     sampling = {**sampling_params, **context_length(args, evaluation=evaluation)}
     if not evaluation:
         sampling |= replay_sampling(args)
-    rollouts = _rollouts_for(args)
+    rollouts = _rollouts_for(args, evaluation=evaluation)
     member = await rollouts.run(task, sampling, mode="val" if evaluation else "train")
     if not member.ok:
         return _failed(sample, member)
@@ -108,10 +108,12 @@ _rollouts: dict[str, SingleRollouts] = {}  # by settings
 _lock = threading.Lock()
 
 
-def _rollouts_for(args: Any) -> SingleRollouts:
+def _rollouts_for(args: Any, *, evaluation: bool) -> SingleRollouts:
     settings = PluginSettings.from_args(args)
     if not settings.connected:
         raise ConfigError("there is no agent to run: set agl_store_url or agl_agent")
+    if not evaluation:  # which slime may run beside our data source
+        settings.check_single()
     reward_key = getattr(args, "reward_key", None)
     with _lock:
         if (key := repr((settings, reward_key))) not in _rollouts:

@@ -131,15 +131,14 @@ def test_readers_leave_a_run_as_it_was_on_a_read_only_disk_too(run: Path, tmp_pa
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]}
     assert audit(run).findings == []
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]} == before
-    for command in ("audit", "report", "export --to sft", "export --to parquet"):
+    record = f"record --sglang-url http://127.0.0.1:1 --model-path {run} --directory"
+    for command in ("audit", "report", "export --to sft", "export --to parquet", record):
         program = [sys.executable, "-m", "agl_slime.cli.main", *command.split(), str(run)]
         done = subprocess.run(["unshare", "-m", "sh", "-c", READ_ONLY, run, *program], capture_output=True, text=True)
         if "mount" in done.stderr or "unshare" in done.stderr:
             pytest.skip(f"this machine allows no read-only mount ({done.stderr})")
         assert done.returncode == (0 if command == "audit" else 2), done.stderr
-        assert command == "audit" or "cannot be written (Read-only file system): name another place with --output" in (
-            done.stderr
-        )
+        assert command == "audit" or "cannot be written (Read-only file system): name another place" in done.stderr
 
 
 def test_files_of_a_killed_run_have_no_finding(run: Path) -> None:

@@ -226,6 +226,27 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         check([[result]], size=1)
 
 
+@pytest.mark.usefixtures("stopped_rollouts")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("teacher_url", "http://t:1"), ("tasks", "t.jsonl"), ("max_staleness", 1), ("drop_zero_variance", True)),
+        *(("group_max_retries", 2), ("group_timeout_s", 60)),
+    ],
+)
+async def test_a_setting_of_the_data_source_is_refused_where_slime_groups_the_prompts(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text('{"prompt": "x"}\n')
+    args = args_for(agl_agent=AGENT, **{f"agl_{name}": value})
+    with pytest.raises(
+        ConfigError, match=f"^agl_{name} has no effect with agl_slime.slime_hooks.generate: .* leave it"
+    ):
+        await slime_hooks.generate(args, Sample(index=0, prompt="x"), {})
+    assert isinstance(await slime_hooks.generate(args, Sample(index=0, prompt="x"), {}, evaluation=True), Sample)
+
+
 def test_generate_takes_every_field_of_the_rollout_but_slimes_own():
     values: dict[str, Any] = {field.name: {field.name: 1} for field in fields(Sample)}
     taken = vars(_completed(Sample(metadata={"slime": 2}), Sample(**values)))
