@@ -1,11 +1,10 @@
 """Samples per rollout: what agents send back of an answer, replayed through the gateway on published chat templates.
 
-    python -m benchmarks.forks --templates DIR [--models qwen3 qwen3.8] [--agents "Claude Code" Codex] [--programs DIR]
+    python -m benchmarks.forks --templates DIR [--models qwen3 qwen3.8] [--agents "Claude Code" Codex]
 
 Each agent is a pattern of messages, as its program sends them: kept parts of an answer (thinking, ids of calls, parts),
 reminders, second questions. The engine is scripted: each answer thinks, calls a tool or several, and the last
-one is text, in the format of the model's template. With ``--programs``, a directory where
-tests/programs/clients/package.json is installed, Claude Code and Codex themselves are run as well.
+one is text, in the format of the model's template. ``benchmarks/fork_programs.py`` runs programs themselves.
 
 Printed per model and agent: turns, Samples, tokens of all Samples per token of the conversation, and reasons of forks.
 """
@@ -14,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -225,53 +221,6 @@ AGENTS: dict[str, Callable[[Line], None]] = {
 }
 
 
-# -- programs themselves ----------------------------------------------------------------------------------------------
-
-
-def _claude_program(directory: Path) -> list[str]:
-    found = [*(directory / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
-    flags = ["-p", "Look around.", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
-    return [str(found[0]), *flags] if found else []
-
-
-def _codex_program(directory: Path, url: str) -> list[str]:
-    provider = f'{{name="agl",base_url="{url}",wire_api="responses",env_key="OPENAI_API_KEY"}}'
-    program = directory / "node_modules/@openai/codex/bin/codex.js"
-    flags = ["exec", "-m", "m", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    flags += ["-c", "model_provider=agl", "-c", f"model_providers.agl={provider}", "Look around."]
-    return ["node", str(program), *flags] if program.is_file() else []
-
-
-def program(name: str, directory: Path) -> Callable[[Line], None]:
-    """The program itself, against answers that are all there before it starts."""
-
-    def play(line: Line) -> None:
-        turns = 47 if name == "Claude Code" else 32
-        shell, argument = ("Bash", "command") if name == "Claude Code" else ("exec_command", "cmd")
-        tool = {"name": shell, "description": "", "parameters": {"type": "object", "properties": {argument: {}}}}
-        line.tools = [{"type": "function", "function": tool}]
-        answers = []
-        for turn in range(turns):
-            said = line.said(calls=int(turn < turns - 1))
-            for call in said.message.get("tool_calls", ()):
-                call["function"]["arguments"] = {argument: f"echo {line.text()}"}
-            answers.append(line.speaker.sampled(said))
-        line.rollout.engine.answers[:] = answers
-        url, env = line.rollout.url, {"PATH": os.environ["PATH"], "OPENAI_API_KEY": "any", "ANTHROPIC_API_KEY": "any"}
-        env |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "DISABLE_AUTOUPDATER": "1"}
-        env |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
-        command = _claude_program(directory) if name == "Claude Code" else _codex_program(directory, url)
-        with tempfile.TemporaryDirectory() as home:
-            env["HOME"] = home
-            run = subprocess.run(
-                command, cwd=home, env=env, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
-            )
-        if run.returncode:
-            raise Refused((run.stdout + run.stderr)[-200:])
-
-    return play
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -326,13 +275,10 @@ def main() -> int:
     parser.add_argument("--templates", type=Path, required=True, help="directory of NAME.jinja")
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--agents", nargs="*", default=[*AGENTS], choices=[*AGENTS])
-    parser.add_argument("--programs", type=Path, help="where npm's clients are installed: run the programs themselves")
     parser.add_argument("--set", nargs="*", default=[], help="the run's template arguments, NAME=JSON")
     options = parser.parse_args()
     models = [MODELS[name] for name in options.models] or there(options.templates)
     agents = {name: AGENTS[name] for name in options.agents}
-    if options.programs:
-        agents = {name: program(name, options.programs) for name in options.agents if name in ("Claude Code", "Codex")}
     table, details = [], []
     for model in models:
         cells = [model.name]
