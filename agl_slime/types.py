@@ -91,8 +91,8 @@ else:
         def from_dict(data: dict[str, Any]) -> Sample:
             values = {**data, "status": Sample.Status(data["status"])}
             for name, kind in (("spec_info", Sample.SpecInfo), ("prefix_cache_info", Sample.PrefixCacheInfo)):
-                given = data.get(name, {})  # other versions may lack or add fields
-                values[name] = kind(**{count: given[count] for count in kind.__dataclass_fields__ if count in given})
+                counts = data.get(name, {})  # other versions may lack or add fields
+                values[name] = kind(**{count: counts[count] for count in kind.__dataclass_fields__ if count in counts})
             sample = Sample()
             sample.__dict__.update(values)  # keeps fields of another version, as slime does
             return sample

@@ -73,7 +73,7 @@ def load_agent(path: str) -> Any:
     if agent_class is None:
         raise unusable(f"{source} has no class or agent {name!r}; it has {_agents_of(module, LitAgent) or 'none'}")
     if callable(agent_class) and not isinstance(agent_class, (type, LitAgent)) and not inspect.isbuiltin(agent_class):
-        call = agent_class.__call__  # a method of an object, which tells whether it is async
+        call = agent_class.__call__  # an object's method, which shows whether it is async
         function: Any = call if inspect.ismethod(call) else agent_class
         try:
             agent_class = _agent_of_function(function)

@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended; the value appears as ``Sample.metadata["stop_reason"]``."""
+    """The reason for a rollout's end; the value appears as ``Sample.metadata["stop_reason"]``."""
 
     STOP = "stop"  # the model ended its answer, and nothing continued the rollout
     LENGTH = "length"  # the last answer, or the whole trajectory, reached its token limit

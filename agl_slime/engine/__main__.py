@@ -68,7 +68,7 @@ def _flags_from_stdin() -> list[str]:
         lines.put(line)
 
     threading.Thread(target=read, daemon=True).start()
-    with contextlib.suppress(ImportError):  # which _serve tells of
+    with contextlib.suppress(ImportError):  # which _serve reports
         import transformers.modeling_utils  # noqa: F401  what every model is made of
 
         import agl_slime.engine.server  # noqa: F401

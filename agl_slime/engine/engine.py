@@ -148,8 +148,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """No request is running or waiting; during a pause, which holds them back, waiting ones do not count: SGLang
-        can be flushed meanwhile."""
+        """Whether no request is running or waiting; during a pause, which holds them back, waiting ones do not count:
+        SGLang can be flushed meanwhile."""
         with self._wake:
             return not (self._running if self.paused else self._by_rid)
 

@@ -41,7 +41,7 @@ class ToScore:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """``log_probs`` ``[len(ids) - start]`` of a sequence, by the weights of ``version``; ``cached`` of its tokens came
+    """A sequence's ``log_probs`` ``[len(ids) - start]``, by the weights of ``version``; ``cached`` of its tokens came
     from the prefix cache."""
 
     log_probs: NDArray[np.float32]

@@ -117,7 +117,7 @@ class EmbeddedServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every request: its token is looked at, and errors are answered in SGLang's form."""
+        """Check a request's token, and answer errors in SGLang's form."""
         try:
             if not has_token(request.headers.get("Authorization"), self._token):
                 return json_response({"error": {"message": "Unauthorized"}}, status=401)
@@ -170,7 +170,7 @@ class EmbeddedServer:
         return self._tokenizer.encode(text, **options)
 
     async def _run(self, requests: list[Request]) -> None:
-        """Until every request has ended; when the client goes away they are aborted."""
+        """Run requests until each has ended; when the client goes away they are aborted."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Queue[Request] = asyncio.Queue()
         for request in requests:

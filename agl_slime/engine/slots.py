@@ -139,8 +139,8 @@ _LEAST_REUSE = 16  # tokens; a shorter prefix is copied only when it is half of 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """``logits`` after each prompt's last token, float32 [prompts, vocabulary]; ``hidden`` the last hidden states of
-    each prompt's computed tokens, [tokens, hidden size]; ``cached`` how many tokens of it were not computed."""
+    """Computed prompts: ``logits`` after the last token of each, float32 [prompts, vocabulary]; ``hidden``, the last
+    states of its computed tokens, [tokens, hidden size]; ``cached``, the number of its other tokens."""
 
     logits: torch.Tensor
     hidden: list[torch.Tensor]

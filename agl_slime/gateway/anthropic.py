@@ -130,7 +130,7 @@ class _MessageStream(Stream):
 
 
 def _threads_error() -> GatewayRequestError:
-    """On this error tool runners send whole conversations."""
+    """The error after which tool runners send whole conversations."""
     message = "threads are not kept here: send the whole conversation without thread and its anthropic-beta header"
     return GatewayRequestError(message, code=THREADS_UNSUPPORTED, param="thread")
 

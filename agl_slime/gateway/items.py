@@ -244,7 +244,7 @@ def summary_of(item: Mapping[str, Any], param: str) -> str:
 def declared_tools(
     tools: Any, param: str = "tools"
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any] | None]]:
-    """For each tool its name in prompts, the declaration, its namespace, and the function (``None``: a server tool)."""
+    """Each tool's name in prompts, declaration, namespace, and function (``None``: a server tool)."""
     if not isinstance(tools or [], list):
         raise GatewayRequestError(f"{param} must be a list of tools, got {tools!r:.80}", param=param)
     for index, tool in enumerate(tools or ()):
@@ -293,7 +293,7 @@ def all_declared(body: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def returned_arguments(kinds: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """For tools with items of a special form, by name: the arguments of a call after a client's round trip."""
+    """The arguments of calls after a client's round trip, by the names of tools with items of a special form."""
 
     def of_kind(kind: str) -> Any:
         if kind == "custom":

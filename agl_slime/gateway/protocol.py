@@ -103,7 +103,7 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], histories: Histories = NO_HISTORIES) -> Call:
-        """Raises ``GatewayRequestError``."""
+        """The call that a request's body makes. Raises ``GatewayRequestError``."""
 
     def check_headers(self, headers: Mapping[str, str]) -> None:  # noqa: B027
         """Hook: raises ``GatewayRequestError`` for headers whose request cannot be read from its body alone."""

@@ -23,8 +23,8 @@ from agl_slime.tokens.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class RawMatch(Match):
-    """``ids``: prompt token ids, if the client sent ids. ``prompt_chars``, ``total_chars``: characters of the previous
-    prompt, and of prompt plus answer if the text begins with both; else 0."""
+    """A raw prompt's match. ``ids``: prompt token ids, if the client sent ids. ``prompt_chars``, ``total_chars``:
+    characters of the previous prompt, and of prompt plus answer if the text begins with both; else 0."""
 
     ids: tuple[int, ...] | None = None
     prompt_chars: int = 0

@@ -17,7 +17,7 @@ from agl_slime.tokens.template import Message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """``reader`` splits an answer into parts (``None``: plain text); ``stops`` end it and are not part of it."""
+    """The way to read an answer: ``reader`` splits it (``None``: plain text); ``stops`` end it, outside of it."""
 
     reader: AnswerReader | None
     stops: tuple[str, ...]

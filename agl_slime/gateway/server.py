@@ -81,7 +81,7 @@ _RETURN_MEMORY_EVERY_S = 30.0
 
 
 def add_installed_protocols() -> None:
-    """Raises ``ConfigError`` for an entry point that makes no ``Protocol`` or has the path of another."""
+    """Add protocols by entry points. Raises ``ConfigError`` for one without ``Protocol``, or with another's path."""
     for point in entry_points(group="agl_slime.protocols"):
         if type(PROTOCOLS.get(point.name)).__module__ == point.module:
             continue

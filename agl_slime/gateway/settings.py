@@ -16,7 +16,7 @@ Constraints = Literal["mask", "drop", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Where a gateway listens, which answers are trained, and the limits of one rollout."""
+    """A gateway's address, the answers that are trained, and the limits of one rollout."""
 
     host: str = "127.0.0.1"
     """Address to bind."""

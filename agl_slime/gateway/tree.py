@@ -242,7 +242,7 @@ class Tree:
     def _fork_reason(
         self, messages: Sequence[Message], length: int, node: Node | None, conversation: Conversation | None
     ) -> ForkReason | None:
-        """Why a request does not continue the last answer of a conversation, if messages tell more than tokens."""
+        """The reason why a request does not continue a conversation's last answer, as far as messages show it."""
         if conversation is None or conversation.tip is None or conversation.tip is node or length == len(messages):
             return None
         tip, first = conversation.tip, messages[length]

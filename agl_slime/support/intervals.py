@@ -43,8 +43,8 @@ def estimate(
     n, mean = len(values), fmean(values)
     if n < 2:
         return Estimate(mean=mean, low=None, high=None, tasks=n)
-    known = [0.0, 1.0, *rewards, *(() if differences else values)]
-    least, most = min(known), max(known)
+    bounds = [0.0, 1.0, *rewards, *(() if differences else values)]
+    least, most = min(bounds), max(bounds)
     if differences:
         most = max(most - least, *map(abs, values))
         least = -most

@@ -17,16 +17,16 @@ class ToolCall:
     id: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """As an entry of ``tool_calls`` in OpenAI's chat messages."""
+        """The call as an entry of ``tool_calls`` in OpenAI's chat messages."""
         arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
-    """``reasoning`` is ``None`` in an answer without; ``reasoning_closed`` is off if the answer ended within it.
-    ``content`` is the rest without well-formed calls. ``malformed`` are texts that begin like a call but cannot be
-    parsed; they stay in the content."""
+    """The parts of an answer. ``reasoning`` is ``None`` without any; ``reasoning_closed`` is off if the answer ended
+    within it. ``content`` is the rest without well-formed calls. ``malformed`` are texts that begin like a call but
+    cannot be parsed; they stay in the content."""
 
     reasoning: str | None = None
     reasoning_closed: bool = True

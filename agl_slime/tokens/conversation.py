@@ -363,7 +363,7 @@ class ChatContext:
         return classify_edit(replaced=replaced, still_there=still_there)
 
     def _compare_prompt(self, plan: Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
-        """How many tokens of the last prompt and answer the new prompt begins with, and why these are not all."""
+        """The number of tokens that the new prompt shares with the last prompt and answer, and why not all."""
         length = len(self._tokens)
         if plan.fork is None:
             return length, None

@@ -58,7 +58,7 @@ class AnswerFields:
 
     @functools.cached_property
     def calls(self) -> int:
-        """How many calls of one answer the template writes: 0, 1, or 2 for any number."""
+        """The number of calls of one answer that the template writes: 0, 1, or 2 for any number."""
         # Kimi's template writes the id (which names the function) and not the name; Mistral's ids have nine letters
         calls = [_call(f"{_FUNCTION}{number}", f"SENTcall{number}", {"x": 1}) for number in range(2)]
         return sum(
@@ -151,7 +151,7 @@ class AnswerFields:
 
 class AnswerMessages:
     """The answers of one conversation in its template's fields. With ``all_raw`` every answer's content is raw sampled
-    text; without, only that of answers that were sampled here, and a client sends the others in parts."""
+    text; without, only the content of answers sampled here, as a client sends the others in parts."""
 
     def __init__(self, fields: AnswerFields, reader: AnswerReader, *, all_raw: bool) -> None:
         self._fields, self._reader, self._all_raw = fields, reader, all_raw
@@ -177,8 +177,8 @@ class AnswerMessages:
         )
 
     def messages(self, messages: Sequence[Message], sampled: Callable[[], Collection[int]] = tuple) -> list[Message]:
-        """All in the template's fields. ``sampled`` gives the ids of messages that stand as they were sampled: content
-        that the template would move is not given to it again."""
+        """``messages`` in the template's fields. ``sampled`` gives the ids of messages that stand as they were sampled:
+        content that the template would move is not given to it again."""
         answers = [*map(self.convert, messages)]
         placed = sampled() if any(answer.moved for answer in answers) else ()
         return [

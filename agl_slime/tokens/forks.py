@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class ForkReason(StrEnum):
-    """Why a turn starts a segment of its own. ``TEMPLATE`` and ``RETOKENIZATION`` are drift, to be looked into; the
-    agent caused the others, but for ``DROPPED_THINKING``.
+    """The reason why a turn starts a segment of its own. ``TEMPLATE`` and ``RETOKENIZATION`` are drift, to be looked
+    into; the agent caused the others, but for ``DROPPED_THINKING``.
 
     Without a tokenizer ``TEMPLATE``, ``DROPPED_THINKING`` and ``RETOKENIZATION`` are counted as ``EDITED_HISTORY``.
     """
@@ -84,8 +84,7 @@ def refine_fork(fork: ForkReason | None, by_messages: ForkReason | None) -> Fork
 
 
 def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
-    """Why a turn (``trace.turn.Turn``) extends no segment of ``earlier_turns``: the turn's own reason, else by
-    tokens and text."""
+    """The reason why a turn extends no segment of ``earlier_turns``: its own, else by tokens and text."""
     if turn.base_turn is not None:
         return turn.fork or ForkReason.BRANCH  # another turn has already extended that turn
     prompt = turn.prompt_ids
@@ -115,8 +114,8 @@ def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokeni
 
 
 def _rendering_drift(earlier: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
-    """Why ``prompt`` begins with the text of ``earlier`` but not with its ids: re-tokenization if the text is the same,
-    else the template's rendering.
+    """The reason why ``prompt`` begins with the text of ``earlier`` but not with its ids: re-tokenization if the text
+    is the same, else the template's rendering.
 
     ``earlier`` ends with a sampled answer; both begin at the same point of the conversation. ``None`` if the texts
     differ in more than rendering.

@@ -219,7 +219,7 @@ def _grouped(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class QwenMask(_Pieces):
-    """Each group of messages alone (Qwen2.5). slime's generator makes each tool result a turn."""
+    """A mask by groups of messages, each rendered alone (Qwen2.5). slime's generator makes each tool result a turn."""
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         # the template's default system message
@@ -233,7 +233,7 @@ class QwenMask(_Pieces):
 
 @register_loss_mask_generator("qwen3")
 class Qwen3Mask(_Pieces):
-    """Each group of messages after a question, which the template requires (Qwen3)."""
+    """A mask by groups of messages, each rendered after a question, which the template requires (Qwen3)."""
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         question = self._render([_QUESTION])
@@ -287,6 +287,6 @@ class DistillQwenMask(MultiTurnLossMaskGenerator):
 
 @register_loss_mask_generator("qwen")
 def _qwen(tokenizer: Any) -> MultiTurnLossMaskGenerator:
-    """As in slime, a tokenizer with DeepSeek's markers is a distilled model's."""
+    """Qwen2.5's mask, or a distilled model's for a tokenizer with DeepSeek's markers, as in slime."""
     distilled = "<｜Assistant｜>" in getattr(tokenizer, "get_added_vocab", dict)()
     return DistillQwenMask(tokenizer) if distilled else QwenMask(tokenizer)

@@ -32,9 +32,9 @@ def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """``parser`` is ``None`` without tools. ``opened``: the prompt ends within a block of thinking; ``None`` if the
-    prompt is unknown. ``tokenizer`` distinguishes sampled marks from their text, and special tokens from text: answers
-    without calls omit them. ``channels``: the model writes harmony's channels."""
+    """A reader of a model's answers. ``parser`` is ``None`` without tools. ``opened``: the prompt ends within a block
+    of thinking; ``None`` if the prompt is unknown. ``tokenizer`` distinguishes sampled marks from their text, and
+    special tokens from text: answers without calls omit them. ``channels``: the model writes harmony's channels."""
 
     parser: ToolParser | None = None
     opened: bool | None = None

@@ -139,7 +139,7 @@ def _without_none(message: Message) -> Message:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Without None, and with the reasoning under each name that a template may read."""
+    """The message without None, and with the reasoning under each name that a template may read."""
     if None in message.values():
         message = _without_none(message)
     thought = next((message[name] for name in REASONING if name in message), None)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reward:
-    """``primary`` is trained on; ``named`` has all dimensions, the primary one first; ``missing`` names the others,
-    which are ``None`` or no usable number."""
+    """A reward: ``primary`` is trained on; ``named`` has all dimensions, the primary one first; ``missing`` names the
+    others, which are ``None`` or no usable number."""
 
     primary: float
     named: Mapping[str, float]

@@ -65,8 +65,8 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """``text`` follows a sampled answer up to the end of the new messages; then ``generation_prompt``. ``answer`` is
-    the answer as the template itself writes it, with its own generation prompt.
+    """The text after a sampled answer: ``text`` up to the end of the new messages, then ``generation_prompt``.
+    ``answer`` is the answer as the template itself writes it, with its own generation prompt.
 
     ``rendering`` is of the whole conversation, if that was rendered.
     """
@@ -443,8 +443,8 @@ def _with_names_in_ids(messages: Iterable[Message]) -> Iterator[Message]:
             count, last = count + len(calls), (new["id"] for new in named)
             message = {**message, "tool_calls": named}
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id")
-            message = {**message, "tool_call_id": ids.get(given, given) if given else next(last, "")}
+            client_id = message.get("tool_call_id")
+            message = {**message, "tool_call_id": ids.get(client_id, client_id) if client_id else next(last, "")}
         yield message
 
 

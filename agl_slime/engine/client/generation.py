@@ -297,7 +297,7 @@ def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: s
 
 
 def broken_off(event: Any) -> Any:
-    """The last event of a stream, completed as that of an aborted answer if it has no finish reason."""
+    """The last event of a stream, completed as an aborted answer's if it has no finish reason."""
     meta = event.get("meta_info") if isinstance(event, Mapping) else None
     if not isinstance(meta, Mapping) or meta.get("finish_reason") is not None:
         return event

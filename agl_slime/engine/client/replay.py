@@ -20,8 +20,8 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RoutedExperts:
-    """``rows`` ``[n, layers, experts per token]``, uint8 where that holds them, else uint16: the experts of the tokens
-    at ``start`` to ``start + n`` of a sequence. The last token of a sequence has gone through none."""
+    """The experts of the tokens at ``start`` to ``start + n`` of a sequence, whose last token has gone through none:
+    ``rows`` ``[n, layers, experts per token]``, uint8 where that holds them, else uint16."""
 
     start: int
     rows: NDArray[Any]
@@ -31,7 +31,7 @@ class RoutedExperts:
         return self.start + len(self.rows)
 
     def joined(self, later: RoutedExperts) -> RoutedExperts:
-        """With the rows of ``later``, which count where both have some; these alone where rows between are missing."""
+        """The rows of both, of ``later`` where both have some; these alone where rows between are missing."""
         if not self.start <= later.start <= self.end:
             return self
         rows = np.concatenate((self.rows[: later.start - self.start], later.rows))
@@ -45,7 +45,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Nucleus:
-    """Of token ``i`` the ids ``ids[offsets[i]:offsets[i + 1]]`` were left by top_p and top_k; int32 both."""
+    """The ids that top_p and top_k left, of token ``i`` ``ids[offsets[i]:offsets[i + 1]]``; int32 both."""
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int32]
@@ -70,7 +70,7 @@ class Nucleus:
 
 
 def narrowed(experts: NDArray[np.int32], *, endpoint: str) -> NDArray[Any]:
-    """As the smallest unsigned integers that hold them."""
+    """``experts`` as the smallest unsigned integers that hold them."""
     if not experts.size:
         return experts.astype(np.uint8)
     if (largest := experts.view(np.uint32).max()) > 0xFFFF:  # where a negative number is a large one

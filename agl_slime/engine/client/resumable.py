@@ -284,14 +284,14 @@ def _added(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, 
 
 
 def _joined_nucleus(answer: Generation, part: Generation) -> Nucleus | None:
-    """``None`` when one of them has sampled tokens without it."""
+    """The nuclei of an answer and its next part; ``None`` when one of them has sampled tokens without it."""
     if not (answer.output_ids and part.output_ids):
         return part.nucleus if part.output_ids else answer.nucleus
     return None if answer.nucleus is None or part.nucleus is None else answer.nucleus.joined(part.nucleus)
 
 
 def _joined(spans: tuple[WeightSpan, ...], later: tuple[WeightSpan, ...], offset: int) -> tuple[WeightSpan, ...]:
-    """``more`` begins at output token ``offset``; neighbours of one version become one span."""
+    """All spans; ``later`` begin at output token ``offset``, and neighbours of one version become one span."""
     for span in later:
         start, end = span.start + offset, span.end + offset
         if spans and spans[-1].version == span.version and spans[-1].end == start:

@@ -165,7 +165,7 @@ class Rollouts:
         return {"items": items, "next_after": first + len(ids) - 1 if ids else start, "total_terminal": self._feed.last}
 
     async def get(self, rollout_id: str) -> Rollout:
-        """Raises ``GatewayRequestError``."""
+        """A rollout by its id. Raises ``GatewayRequestError``."""
         rollout = None if rollout_id in self._deleted else await self._store.get_rollout_by_id(rollout_id)
         if rollout is None:
             raise GatewayRequestError(f"Rollout not found: {rollout_id}", status=404, code="unknown_rollout")
@@ -247,7 +247,7 @@ class Rollouts:
         return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
 
     def _json_of(self, rollout: Rollout) -> bytes:
-        """Raises ``GatewayRequestError`` if 1.0 has no form for the rollout."""
+        """A rollout as 1.0's JSON. Raises ``GatewayRequestError`` if 1.0 has no form for it."""
         try:
             return json_bytes(self._view(rollout).model_dump())
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's are ValueErrors

@@ -105,8 +105,8 @@ class EventCreate(BaseModel):
 
 
 class RewardData(BaseModel):
-    """``value`` is the reward, or several by name, the first of which is trained on; it belongs to the rollout, to the
-    answer ``response_id``, or to the answers of ``role``. Unlike here, 1.0 counts a value that is no number as 0.0."""
+    """A reward: ``value`` is a number, or several by name, of which the first is trained on; it belongs to the rollout,
+    the answer ``response_id``, or the answers of ``role``. Unlike here, 1.0 counts a value that is no number as 0.0."""
 
     model_config = ConfigDict(extra="allow")
 

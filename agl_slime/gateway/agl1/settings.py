@@ -31,7 +31,7 @@ class WorkerCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """At most one of ``agent``, ``job_template`` and ``worker``, one of which a run needs."""
+    """Settings of a controller: a run needs one of ``agent``, ``job_template`` and ``worker``, and takes no second."""
 
     agent: str | None = None
     """Class that the local controller runs, as ``module:Class``, importable by its Python."""

@@ -13,9 +13,9 @@ _MAX_ENDS = 16  # end marks that are tried for one call
 
 
 class TaggedParser(UntypedParser):
-    """``head`` matches a call's name after ``begin``, ``key`` an argument's name with the mark after it; ``value_end``
-    ends its value. A value may contain end marks if its own end follows in its place. The next key ends a value that is
-    not closed, as in SGLang and vLLM; with ``open_last`` so do the marks that end call and section."""
+    """Calls with tagged arguments: ``head`` matches a call's name after ``begin``, ``key`` an argument's name with the
+    mark after it; ``value_end`` ends a value, which may contain end marks if its own end follows. The next key ends a
+    value that is not closed, as in SGLang and vLLM; with ``open_last`` so do the marks that end call and section."""
 
     head: re.Pattern[str]
     key: re.Pattern[str]

@@ -396,8 +396,8 @@ async def sampling_with(
     agent = None if isinstance(agent, Environment) else agent
     async with AsyncExitStack() as stack:
         url, alive = await stack.enter_async_context(running_engine(settings, model, directory, console))
-        parts = RunInputs(agent=agent, tasks=[{}])
-        llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
+        inputs = RunInputs(agent=agent, tasks=[{}])
+        llm = stack.enter_context(model_for_agents(settings, inputs, url=url, model_path=model, sampling=sampling))
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)
         yield Sampling(
             agent=agent,

@@ -136,8 +136,9 @@ async def take_samples(
                 sampling.check_alive()
 
         async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
-            how: dict[str, Any] = {"resources_id": resources_id, "timeout_s": sampling.timeout_s, "seed": sampling.seed}
-            rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="val", **how))
+            options: dict[str, Any] = {"size": 1, "timeout_s": sampling.timeout_s, "seed": sampling.seed}
+            requests = enqueue_requests(groups, mode="val", resources_id=resources_id, **options)
+            rollouts = await store.enqueue_many_rollouts(requests)
             runner.wake()
             return rollouts
 

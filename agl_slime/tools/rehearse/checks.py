@@ -30,8 +30,8 @@ _PLACE = re.compile(r"(?:load|save|checkpoint|path|dir|data|type|ip|addrs?|host|
 
 @dataclass(frozen=True)
 class Finding:
-    """``breaks``: the run stops or waits for ever; ``costs``: it runs, worse than it could; ``note``: a fact of the
-    rehearsal. ``text`` is one sentence with the fix."""
+    """A finding: its level (``breaks``: the run stops or waits for ever; ``costs``: it runs, worse than it could;
+    ``note``: a fact of the rehearsal), and one sentence with the fix."""
 
     level: Literal["breaks", "costs", "note"]
     text: str
@@ -75,7 +75,7 @@ class Arguments:
 
     @property
     def gpus_needed(self) -> int:
-        """As slime's ``_get_placement_group_layout`` counts them."""
+        """The number of GPUs, as slime's ``_get_placement_group_layout`` counts them."""
         rollout = self.rollout_num_gpus or 0
         if self.debug_train_only or self.rollout_external_engine_addrs:
             return self.actor_gpus
@@ -266,7 +266,7 @@ def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
 
 
 def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
-    """As slime's actors load them: ``--load`` if it has a checkpoint, else ``--ref-load``."""
+    """Findings about the weights that slime's actors load: ``--load`` if it has a checkpoint, else ``--ref-load``."""
     if args.debug_rollout_only or args.ref_load or "--pretrained-checkpoint" in args.training.flags:
         return
     fix = "give the checkpoint that slime's tools/convert_hf_to_torch_dist.py writes"

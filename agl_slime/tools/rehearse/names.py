@@ -23,8 +23,8 @@ _CUTOFF = 0.75  # of difflib's ratio: a letter or two of a short name
 
 
 def unresolved(code: str) -> tuple[str, str] | None:
-    """Why ``pkg.module.name``, ``pkg.module:name`` or ``file.py:name`` cannot be imported, and the nearest name that
-    can, or ``""``; ``None`` if it can."""
+    """The reason why ``pkg.module.name``, ``pkg.module:name`` or ``file.py:name`` cannot be imported, and the nearest
+    name that can, or ``""``; ``None`` if it can."""
     source, _, name = code.rpartition(":")
     try:
         _ = getattr(_file(source), name) if source.endswith(".py") else pkgutil.resolve_name(code)

@@ -141,7 +141,7 @@ class Training:
         return next((self.writers[place] for place in candidates if place in self.writers), "")
 
     def path(self, script_path: str | Path) -> Path:
-        """Where a path of the script is on this machine."""
+        """The place of a script's path on this machine."""
         path = Path(self.cwd, script_path)
         for place, source in self.mapped.items():
             if path.is_relative_to(place):

@@ -250,8 +250,8 @@ def log_eval_rollout(
 
 
 def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``agl/…`` of a batch. ``weight_versions`` counts the versions that sampled it; ``staleness_mean`` and ``_max``
-    are the versions by which its sampled tokens are behind the data source's newest, if versions are numbers."""
+    """The metrics ``agl/…`` of a batch. ``weight_versions`` counts the versions that sampled it; ``staleness_mean`` and
+    ``_max`` are the versions by which its tokens are behind the data source's newest, if versions are numbers."""
     if not samples:
         return {}
     metadata = [sample.metadata or {} for sample in samples]

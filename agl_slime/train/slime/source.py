@@ -145,7 +145,7 @@ class AGLDataSource(DataSource):
         return self._producer.evaluate(rollout_id)
 
     def metrics(self) -> dict[str, float]:
-        """``agl/…``: rollouts in flight, ready groups, and outcomes since the start."""
+        """The metrics ``agl/…``: rollouts in flight, ready groups, and outcomes since the start."""
         return self.groups.metrics()
 
     def __len__(self) -> int:

@@ -84,7 +84,7 @@ def _collect_options() -> set[str]:
 
 
 def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, Any], scratch: str) -> None:
-    """Have slime's checks run with stand-ins of missing files, and go on after a refusal."""
+    """Have slime's checks run with stand-ins of missing files, and continue after a refusal."""
     import transformers
     from slime.backends.megatron_utils import arguments as backend
 
@@ -116,7 +116,7 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
         raw.update(vars(args))
         try:
             validate(args)
-        except Exception as error:  # mostly of a file: the other checks go on without it
+        except Exception as error:  # mostly of a file: the other checks run without it
             answer["skipped" if isinstance(error, ImportError) else "refused"].append(str(error) or repr(error))
             for name in (*_FILES, "eval_interval"):
                 setattr(args, name, None)
@@ -135,7 +135,7 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
 
 
 class _Collecting(ast.NodeTransformer):
-    """slime's checks that go on: a refusal ends no later check, and leaves no argument without its final value."""
+    """slime's checks, which all run: a refusal ends no later check, and leaves no argument without its final value."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         refused = self._call(node.msg or ast.Constant(ast.unparse(node.test)))

@@ -19,7 +19,7 @@ class _Module(torch.nn.Module):
     fp8 = fp8_calibration = False
 
     def get_extra_state(self) -> torch.Tensor:
-        """Of fp8: empty, as Transformer Engine writes it without."""
+        """The state of fp8: empty, as Transformer Engine writes it without."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None: ...
