@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agl_slime.errors import DataSourceError
+from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
 from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
@@ -38,6 +38,10 @@ class RemoteStore(LightningStoreClient):
     """Agent Lightning's HTTP client for a store that a ``StoreService`` serves."""
 
     def __init__(self, url: str, *, token: str | None = None, **kwargs: Any) -> None:
+        if token and "@" in url:
+            raise ConfigError(
+                f"{shown_url(url)} has a user or password, and there is a token: a request has one of them"
+            )
         super().__init__(url, **kwargs)
         self._token = token
 

@@ -25,8 +25,8 @@ class Database:
     ``path=None`` keeps everything in memory. On disk the journal is a write-ahead log with ``synchronous=NORMAL``:
     commits survive a kill of the process; a power failure loses at most the last commits, never the file
     (sqlite.org/wal.html, "Performance Considerations"). ``exclusive`` locks the file while the connection lives, so
-    that two processes cannot serve one file; without it, another program's lock is waited for, with a warning, and is a
-    ``FileLockedError`` after five minutes.
+    that two processes cannot serve one file, which has keys of generators' runs and which its user alone can read;
+    without it, another program's lock is waited for, with a warning, and is a ``FileLockedError`` after five minutes.
     """
 
     def __init__(self, *, path: Path | str | None = None, exclusive: bool = False) -> None:
@@ -35,6 +35,8 @@ class Database:
         try:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+                if exclusive:
+                    self.path.touch(mode=0o600)
             self._patient = not exclusive
             self.connection = sqlite3.connect(self.path or ":memory:", isolation_level=None, check_same_thread=False)
             self._wait_for_locks(_SOON_S if self._patient else 0.0)

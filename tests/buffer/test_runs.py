@@ -199,6 +199,7 @@ async def test_a_generator_resumes_after_its_own_death_and_after_the_buffers_end
         assert run.running
         assert [entry["uid"] for entry in await client.read(batch_size=2)] == ["id0.0", "id0.1"]
     assert not run.running
+    assert (tmp_path / "run" / "buffer.sqlite").stat().st_mode & 0o077 == 0  # the run's payload may have keys
     hold.unlink()
     async with BufferServer(settings=settings) as server, Client(server.url) as client:
         await until(lambda: _run_is(client, "sums", "finished"))

@@ -153,6 +153,29 @@ def test_a_servers_port_that_is_taken_is_one_sentence(
     assert re.search(f"^error: .*{port}.*\n$", text := capsys.readouterr().err), text
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--sglang-url http://H/?key=SECRET",
+            "the SGLang URL must look like http://127.0.0.1:30000, got 'http://H/?***'",
+        ),
+        (
+            "--sglang-url http://H --store-url http://me:SECRET@H",
+            "http://***@H has a user or password, and there is a token",
+        ),
+    ],
+)
+def test_an_address_that_no_request_could_use_is_refused_when_a_server_starts(
+    flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.json").write_text("{}")
+    monkeypatch.setenv("AGL_SLIME_STORE_TOKEN", "SECRET")
+    command = "gateway" if "--store-url" in flags else "record"
+    assert main([command, "--model-path", ".", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
 def test_an_sglang_that_is_away_or_loads_or_has_a_remote_model_is_an_error(train: Train) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     code, text = train("--sglang-url", url)

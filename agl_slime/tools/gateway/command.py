@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agl_slime.engine.client.transport import checked_url
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
@@ -52,10 +53,11 @@ class ServingCommand:
         """The engine with the sampling parameters. Raises ``ConfigError``."""
         if not (self.model_path / "config.json").is_file() and not (self.model_path / "tokenizer.json").is_file():
             raise ConfigError(f"--model-path {self.model_path}: there is no checkpoint")
+        url = checked_url(self.sglang_url)
         kwargs = read_template_kwargs(self.chat_template_kwargs, "--chat-template-kwargs")
         sampling: dict[str, Any] = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
         sampling |= {"chat_template_kwargs": kwargs, "later_systems": self.later_systems}
-        return LLM(endpoint=self.sglang_url, model=str(self.model_path), sampling_parameters=sampling)
+        return LLM(endpoint=url, model=str(self.model_path), sampling_parameters=sampling)
 
     def client_token(self) -> str | None:
         """The token of clients, if there is one."""

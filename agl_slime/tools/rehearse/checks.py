@@ -197,7 +197,7 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
 def _joined(played: Played, training: Training, head: RayNode) -> Iterator[Finding]:
     """Whether the job and the other nodes come to the head."""
     if training.address:
-        place = training.address.rpartition("//")[2].partition("/")[0]  # [::1]:8265, host:8265 or a host
+        place = training.address.rpartition("//")[2].partition("/")[0].rpartition("@")[2]  # [::1]:8265, or a host
         host, port = re.sub(r":\d+$", "", place), re.findall(r":(\d+)$", place)
         if port not in ([], [head.dashboard[1]]):
             problem = f"the job is submitted to port {port[0]} and Ray's dashboard has {head.dashboard[1]}"

@@ -475,6 +475,7 @@ JOB = "ray job submit --address http://127.0.0.1:8266 -- python3 train.py --lr 1
     [
         ((*RAY, JOB), []),
         ((*RAY, JOB.replace("127.0.0.1", "[::1]")), []),
+        ((*RAY, JOB.replace("127.0.0.1", "me:PASSWORD@127.0.0.1")), []),
         ((*RAY, JOB.replace("8266", "8265")), ["submitted to port 8265 and Ray's dashboard has 8266"]),
         (
             (*RAY, JOB.replace("127.0.0.1", "10.0.0.1")),
@@ -494,11 +495,11 @@ JOB = "ray job submit --address http://127.0.0.1:8266 -- python3 train.py --lr 1
         (("ssh -p 22 a@b ray start --address '10.0.0.1:6380", *RAY, JOB), ["close the quote"]),
         ((*RAY, 'ray job submit --runtime-env-json {"env_vars":[1]} -- python3 train.py'), ["env_vars of names with"]),
         ((*RAY, "ray job submit --runtime-env-json {' -- python3 train.py"), ["has no JSON ("]),
-        ((*RAY, "ray job submit -- python3@train.py@--lr@'1"), ["close the quote"]),
+        ((*RAY, "ray job submit -- python3~train.py~--lr~'1"), ["close the quote"]),
     ],
 )
 def test_names_addresses_and_ports_of_a_script_agree(commands: tuple[str, ...], texts: list[str]) -> None:
-    words = [tuple(one.replace("@", " ") for one in command.split(" ")) for command in commands]
+    words = [tuple(one.replace("~", " ") for one in command.split(" ")) for command in commands]
     played = Played(tuple(Command(argv, "/nowhere", {}) for argv in words), 0, "", isolated=True)
     found = [one.text for one in check_script(played, played.training, Nodes(2, 8)) if one.level == "breaks"]
     found = [text for text in found if "of 2 nodes" not in text]
