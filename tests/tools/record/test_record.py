@@ -297,7 +297,8 @@ def test_the_command_survives_a_kill_without_agent_lightning_and_torch(tmp_path:
 
 def test_a_model_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
-    flags = record_command(engine_saying(small_tokenizer(TEMPLATE), []), tmp_path)[4:]
+    engine = engine_saying(small_tokenizer(TEMPLATE), [])
+    flags = [word.replace(engine.url, "http://127.0.0.1:1") for word in record_command(engine, tmp_path)[4:]]
     assert main(["record", *flags]) == 2
     assert f"--model-path {tmp_path / 'model'}" in capsys.readouterr().err
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
