@@ -115,9 +115,9 @@ class PartialRollouts:
                 aborting = DiskWeightSync(base_url=base_url).of_each_worker(SGLangClient.abort)
                 asyncio.run(asyncio.wait_for(aborting, _CUT_TIMEOUT_S))
             except (EngineError, TimeoutError) as error:
-                why = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
+                cause = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
                 engine = shown_url(base_url)
-                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", engine, why)
+                logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", engine, cause)
             else:
                 with self._changed:
                     self._changed.wait_for(lambda: all(call.reported for call in running), _CUT_TIMEOUT_S)

@@ -75,7 +75,7 @@ class Bodies:
     def __init__(self) -> None:
         self._requests: list[_ReadRequest] = []
 
-    def look(self, path: str, raw: bytes) -> Request:
+    def identify(self, path: str, raw: bytes) -> Request:
         """The request with its key, and the request that it extends."""
         candidates = [earlier for earlier in self._requests if _may_extend(earlier, path, raw)]
         digest, view, match, position = _digest(path), memoryview(raw), None, 0

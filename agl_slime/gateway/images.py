@@ -24,10 +24,8 @@ async def marked_body(
         return body, images
     for name in _LISTS:
         if isinstance(items := body.get(name), list):
-            body = {
-                **body,
-                name: [await _marked(item, f"{name}[{n}]", images, settings) for n, item in enumerate(items)],
-            }
+            marked = [await _marked(item, f"{name}[{n}]", images, settings) for n, item in enumerate(items)]
+            body = {**body, name: marked}
     return body, images
 
 
@@ -42,10 +40,8 @@ async def _marked(item: Any, param: str, images: dict[str, Image], settings: Ima
         if any(map(is_image, content)) and item.get("role") not in _SHOWS:
             message = f"{param}.{name}: a message of role {item.get('role')!r:.40} shows an image"
             raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=param)
-        item = {
-            **item,
-            name: [await _part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)],
-        }
+        marked = [await _part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)]
+        item = {**item, name: marked}
     return item
 
 

@@ -332,7 +332,7 @@ class Gateway:
             message = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(message, status=404, code="unknown_url")
         protocol.check_headers(request.headers)
-        body = attempt.bodies.look(request.path, await whole_body(request))
+        body = attempt.bodies.identify(request.path, await whole_body(request))
         attempt.admit(body.key)
         try:
             return await self._respond(request, body, protocol, attempt, role)

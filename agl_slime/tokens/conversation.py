@@ -357,9 +357,9 @@ class ChatContext:
 
     def _classify_edit(self, unchanged: int) -> ForkReason:
         """Whether the history was edited, or the conversation returned to an earlier point."""
-        now, lost = self.messages[unchanged:], self._history[unchanged:]
-        replaced = bool(now) and now[0].get("role") == lost[0].get("role") == "assistant"
-        still_there = any(message.get("role") == "assistant" and message in now for message in lost)
+        current, previous = self.messages[unchanged:], self._history[unchanged:]
+        replaced = bool(current) and current[0].get("role") == previous[0].get("role") == "assistant"
+        still_there = any(message.get("role") == "assistant" and message in current for message in previous)
         return classify_edit(replaced=replaced, still_there=still_there)
 
     def _compare_prompt(self, plan: Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:

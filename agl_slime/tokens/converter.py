@@ -180,6 +180,8 @@ def convert_trajectory(
     # slime trains with log-probs on all Samples or on none
     with_log_probs = all(segment.log_probs is not None for segment in segments)
     label = trajectory.task.get("label") if isinstance(trajectory.task, Mapping) else None
+    if label is not None and not isinstance(label, str):
+        label = json.dumps(label, ensure_ascii=False, default=str)
     samples = []
     for number, segment in enumerate(segments):
         details = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
@@ -194,15 +196,8 @@ def convert_trajectory(
                 if (scored := turn_rewards.get(place.turn)) is not None
             ]
         fields = _fields(segment, trajectory, tokenizer, {**common, **details}, with_log_probs=with_log_probs)
-        sample = sample_from_fields(
-            **numbers,
-            **fields,
-            label=label
-            if label is None or isinstance(label, str)
-            else json.dumps(label, ensure_ascii=False, default=str),
-            reward=reward if reward_key is None else rewards,
-        )
-        samples.append(sample)
+        reward_field = reward if reward_key is None else rewards
+        samples.append(sample_from_fields(**numbers, **fields, label=label, reward=reward_field))
     return Conversion(samples, _without_replay(trajectory), forks)
 
 

@@ -23,7 +23,7 @@ def load_tokenizer(path: str | Path) -> Any:
             try:
                 loaded = AutoTokenizer.from_pretrained(key)
             except Exception as error:  # a damaged file is a KeyError, a TypeError, or an Exception of tokenizers
-                why = str(error) if isinstance(error, OSError | ValueError) else format_exception(error)
-                raise ConfigError(f"no tokenizer can be loaded from {key!r}: {' '.join(why.split())[:300]}") from error
+                text = str(error) if isinstance(error, OSError | ValueError) else format_exception(error)
+                raise ConfigError(f"no tokenizer can be loaded from {key!r}: {' '.join(text.split())[:300]}") from error
             _loaded[key] = VisionTokenizer(loaded, path=key) if has_image_processor(key) else loaded
         return _loaded[key]

@@ -102,8 +102,8 @@ def split_missing(named: Mapping[str, float | RewardError]) -> tuple[dict[str, f
     numbers: dict[str, float] = {n: item for n, item in named.items() if not isinstance(item, RewardError)}
     if len(numbers) == len(named):
         return numbers, {}
-    why = {name: [item.reason, str(item)] if isinstance(item, RewardError) else None for name, item in named.items()}
-    return numbers, {names.REWARDS_MISSING: json.dumps(why)}
+    reason = {name: [item.reason, str(item)] if isinstance(item, RewardError) else None for name, item in named.items()}
+    return numbers, {names.REWARDS_MISSING: json.dumps(reason)}
 
 
 def select_reward(
@@ -113,8 +113,8 @@ def select_reward(
     number is the run's reward under any name. Raises ``RewardError``."""
     key = reward_key or (run_key if run_key is not None and [*named] != [UNNAMED] else first)
     if key not in named:
-        why = "" if reward_key else f"; a run trains on one name, and its first rollout has {key!r}"
-        only = f"only {', '.join(sorted(named))}{why}"
+        reason = "" if reward_key else f"; a run trains on one name, and its first rollout has {key!r}"
+        only = f"only {', '.join(sorted(named))}{reason}"
         raise RewardError(f"the rollout has no reward named {key!r}, {only}", reason=OTHER_NAMES)
     if isinstance(primary := named[key], RewardError):
         raise primary
@@ -214,7 +214,7 @@ def reward_dimensions(span: Span) -> dict[str, float | RewardError]:
     if not numbers:
         raise RewardError("a reward span has no named numbers")
     order = parse_json(str(attributes.get(names.REWARDS_MISSING, "{}")), names.REWARDS_MISSING)
-    errors = {name: RewardError(why[1], reason=why[0]) for name, why in order.items() if why is not None}
+    errors = {name: RewardError(reason[1], reason=reason[0]) for name, reason in order.items() if reason is not None}
     return {name: errors.get(name, 0.0) for name in order} | numbers
 
 

@@ -86,7 +86,7 @@ def requests(draw: st.DrawFn) -> list[tuple[str, bytes]]:
 
 async def read(bodies: Bodies, path: str, raw: bytes) -> str:
     """The key, the body and the call, or why it is refused; as text, in which 1 is not True."""
-    request = bodies.look(f"/{path}", raw)
+    request = bodies.identify(f"/{path}", raw)
     try:
         body, call = await bodies.read(request, PROTOCOLS[path], NO_HISTORIES)
     except GatewayRequestError as refused:
@@ -116,7 +116,7 @@ async def test_attempts_share_their_tools_and_keep_no_message_bytes(tools_last: 
         for _ in range(4):
             fields = {"tools": tools, "user": "me"}
             body = {"messages": messages, **fields} if tools_last else {**fields, "messages": messages}
-            _, call = await bodies.read(bodies.look(path, json.dumps(body).encode()), protocol, NO_HISTORIES)
+            _, call = await bodies.read(bodies.identify(path, json.dumps(body).encode()), protocol, NO_HISTORIES)
             messages += [assistant("b"), user("c")]
         return call.tools, bodies
 
@@ -135,7 +135,7 @@ async def test_a_new_conversation_of_an_attempt_takes_the_oldest_ones_place() ->
     for word in "abcdef":
         messages = [user(word)]
         for resumed in (False, False, True, True):
-            request = bodies.look(path, json.dumps({"messages": messages}).encode())
+            request = bodies.identify(path, json.dumps({"messages": messages}).encode())
             assert (request.previous is not None) is resumed
             await bodies.read(request, protocol, NO_HISTORIES)
             messages += [assistant("b"), user("c")]
@@ -157,7 +157,7 @@ class Resending(Audit):
     async def ask(self, messages: list[dict[str, Any]], *, n: int = 1) -> list[dict[str, Any]]:
         protocol = PROTOCOLS["chat/completions"]
         raw = json.dumps({"messages": messages, "tools": [WEATHER], "n": n}).encode()
-        request = self.attempt.bodies.look("/chat/completions", raw)
+        request = self.attempt.bodies.identify("/chat/completions", raw)
         _, call = await self.attempt.bodies.read(request, protocol, NO_HISTORIES)
         work = self.attempt.respond(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
         return [choice["message"] for choice in protocol.answer({}, await work.result(), str)["choices"]]

@@ -365,9 +365,9 @@ class SGLangClient:
                 raise EngineProtocolError("its /model_info names no model_path")
             return EngineDescription(base_url=url, model_path=model_path, weight_version=engine_version(info, url))
         except (EngineUnreachableError, TimeoutError) as error:
-            why = str(error) or f"no answer within {timeout_s:g} s"
+            cause = str(error) or f"no answer within {timeout_s:g} s"
             raise EngineUnreachableError(
-                f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"
+                f"no SGLang at {url}: {cause}; check the URL, that the server is up and that no firewall stands between"
             ) from error
         except (EngineRequestError, EngineProtocolError) as error:
             if error.status in (401, 403):

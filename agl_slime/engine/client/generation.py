@@ -352,12 +352,12 @@ class PartRequest:
 
     def check(self, counted: int, endpoint: str) -> None:
         """Raises ``EngineProtocolError`` when the engine ``counted`` another number of tokens in the prompt."""
-        why, prompt = "it cuts prompts (--allow-auto-truncate), or answers another request", "a prompt"
+        reason, prompt = "it cuts prompts (--allow-auto-truncate), or answers another request", "a prompt"
         if self.images is not None:
-            why = "it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
+            reason = "it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
             prompt = "a prompt with images"
         if counted != (sent := len(self.input_ids)):
-            raise false_answer(f"{endpoint} counts {counted} tokens in {prompt} that has {sent}: {why}")
+            raise false_answer(f"{endpoint} counts {counted} tokens in {prompt} that has {sent}: {reason}")
 
 
 def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, endpoint: str) -> tuple[WeightSpan, ...]:
@@ -373,8 +373,8 @@ def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, en
         if start != end or last < start:
             raise false_answer(f"{endpoint} answered weight_versions with gaps or overlaps: {shortened(listed)}")
         if oldest is not None and name.isdecimal() and int(name) < oldest and start < min(last, n_tokens):
-            why = f"and version {oldest} was pushed before: a worker has missed an update"
-            raise false_answer(f"{endpoint} sampled with weights of version {name}, {why}")
+            reason = f"and version {oldest} was pushed before: a worker has missed an update"
+            raise false_answer(f"{endpoint} sampled with weights of version {name}, {reason}")
         spans.append(WeightSpan(name, start, min(last, n_tokens)))
         end = last
     if spans and end < n_tokens:

@@ -88,8 +88,8 @@ def parse_experts(
     """
     values = _int32(meta, "routed_experts", endpoint)
     if values is None and required:
-        why = "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with"
-        raise EngineProtocolError(f"{endpoint} {why} --enable-return-routed-experts")
+        fault = "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with"
+        raise EngineProtocolError(f"{endpoint} {fault} --enable-return-routed-experts")
     if values is None:
         return None
     layers, top_k = shape
@@ -113,9 +113,9 @@ def parse_nucleus(
     """The kept ids of ``count`` sampled tokens; ``None`` where ``meta_info`` has none and they are not ``required``."""
     ids, offsets = (_int32(meta, f"top_p_token_{name}", endpoint) for name in ("ids", "offsets"))
     if (ids is None or offsets is None) and required:
-        why = "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang"
+        fault = "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang"
         fix = "does not send them, apply slime's docker/patch/*/sglang-top_p.patch or sample with top_p 1"
-        raise EngineProtocolError(f"{endpoint} {why} {fix}")
+        raise EngineProtocolError(f"{endpoint} {fault} {fix}")
     if ids is None or offsets is None:
         return None
     fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()

@@ -135,7 +135,7 @@ class HttpTransport:
             protocol_errors += isinstance(error, EngineProtocolError)
             pause = backoff.failed(error, at_least_s=failure.retry_after_s)
             retry = failure.transient and protocol_errors <= PROTOCOL_ERROR_RETRIES
-            why = ""
+            reason = ""
             if time.monotonic() >= deadline:
                 error = EngineTimeoutError(
                     f"{endpoint} did not answer within the time limit; the last failure: {error}"
@@ -145,13 +145,13 @@ class HttpTransport:
                 await asyncio.sleep(pause)
                 continue
             elif retry and backoff.failures < tries:
-                why = "; the time limit leaves no room for another"
-            if backoff.failures > 1 or why:
+                reason = "; the time limit leaves no room for another"
+            if backoff.failures > 1 or reason:
                 if type(backoff.first) is not type(failure):
-                    why += f"; the first failure: {backoff.first}"
+                    reason += f"; the first failure: {backoff.first}"
                 attempts = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)}"
                 spent = f"{attempts} in {time.monotonic() - started:.1f} s"
-                error = type(error)(f"{error} (gave up after {spent}{why})")
+                error = type(error)(f"{error} (gave up after {spent}{reason})")
                 error.status = failure.status
             raise error from cause
 

@@ -75,9 +75,9 @@ class DiskWeightSync:
         if (url := next((url for url, lists in lists_versions.items() if not lists), None)) is None:
             return ""
         mode, self.pause = self.pause, "abort"
-        why = f"the engine at {shown_url(url)} does not say which weight version sampled which token"
+        reason = f"the engine at {shown_url(url)} does not say which weight version sampled which token"
         then = "a weight update aborts running requests, and they are taken up again under the new weights"
-        return f"{why}, so it is not paused with {mode!r}: {then}"
+        return f"{reason}, so it is not paused with {mode!r}: {then}"
 
     async def computes_in(self) -> str:
         """The dtype that all workers compute in (bfloat16, ...); empty where it differs or is unknown."""

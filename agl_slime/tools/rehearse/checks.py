@@ -167,9 +167,9 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     """Names, addresses and ports in the words of the training command and of Ray's."""
     script = Path(training.working_dir or "", training.script)
     if str(script) not in DRIVERS and not training.path(script).is_file():
-        near = nearest(script.name, DRIVERS)
+        hint = nearest(script.name, DRIVERS)
         place = "on this machine" if script.is_absolute() else f"in {training.cwd}"
-        yield _breaks(f"{script} does not exist {place}", _hint(near) or "give slime's train.py")
+        yield _breaks(f"{script} does not exist {place}", _hint(hint) or "give slime's train.py")
     flags = {}
     for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
         flag, equals, value = word.partition("=")
@@ -438,8 +438,8 @@ def _keys(args: Arguments, source: str, rows: list[Any]) -> Iterator[Finding]:
         key = getattr(args, name)
         if key == DEFAULT_INPUT_KEY and args.rollout_function_path == OURS:
             continue  # the agent's own build_prompt may read another one
-        if key and (lacking := sum(key not in row for row in rows)):
-            problem = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} rows of {source}"
+        if key and (missing := sum(key not in row for row in rows)):
+            problem = f"{_flag(name)} {key} is missing in {missing} of {len(rows)} rows of {source}"
             yield _breaks(problem, f"name one of the keys there ({', '.join(rows[0])})")
 
 

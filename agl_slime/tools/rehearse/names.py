@@ -29,13 +29,13 @@ def unresolved(code: str) -> tuple[str, str] | None:
     try:
         _ = getattr(_file(source), name) if source.endswith(".py") else pkgutil.resolve_name(code)
     except (Exception, SystemExit) as error:  # a module may raise anything
-        near = _near_in_file(source, name) if source.endswith(".py") else _near_code(code)
+        hint = _near_in_file(source, name) if source.endswith(".py") else _near_code(code)
         module = (source or code.rpartition(".")[0]).replace(":", ".")
         try:  # pkgutil takes a submodule whose own import fails for an attribute that is not there
             importlib.import_module(module if isinstance(error, AttributeError) else "sys")
         except (Exception, SystemExit) as cause:
             error = error if getattr(cause, "name", None) == module else cause
-        return f"{type(error).__name__}: {error}", near
+        return f"{type(error).__name__}: {error}", hint
     return None
 
 
@@ -54,8 +54,8 @@ def near_file(path: str | Path) -> str:
     """The nearest name in the directory of ``path``, with that directory, or ``""``."""
     file = Path(path)
     names = os.listdir(file.parent) if file.parent.is_dir() else []
-    near = nearest(file.name, names)
-    return str(file.parent / near) if near else ""
+    hint = nearest(file.name, names)
+    return str(file.parent / hint) if hint else ""
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = _CUTOFF) -> str:
@@ -75,8 +75,8 @@ def _near_in_file(source: str, name: str) -> str:
         names = vars(_file(file)) if file.endswith(".py") else {}
     except (Exception, SystemExit):  # the file's own error is the reason already
         return ""
-    near = name if name in names else nearest(name, names)
-    return f"{file}:{near}" if near else ""
+    hint = name if name in names else nearest(name, names)
+    return f"{file}:{hint}" if hint else ""
 
 
 def _near_code(code: str) -> str:
@@ -87,9 +87,9 @@ def _near_code(code: str) -> str:
         outer, mark, attribute = value, part[: part[0] in ".:"], part.lstrip(".:")
         exists, value = _resolved(f"{name}{part}")
         if not exists:
-            near = nearest(attribute, _names(outer))
-            exists, value = _resolved(f"{name}{mark}{near}") if near else (False, None)
-            part = f"{mark}{near}"
+            hint = nearest(attribute, _names(outer))
+            exists, value = _resolved(f"{name}{mark}{hint}") if hint else (False, None)
+            part = f"{mark}{hint}"
         if not exists:
             return ""
         name += part

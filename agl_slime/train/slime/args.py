@@ -157,13 +157,13 @@ class PluginSettings(BaseModel):
             path = _PATHS.get(name, name)
             value, default = (attrgetter(path)(each) for each in (self, defaults))
             if path.partition(".")[0] not in ("controller", "loop") and value != default:
-                why = "slime draws and groups the prompts; leave it out, or use generate_rollout"
-                raise ConfigError(f"agl_{name} has no effect with agl_slime.slime_hooks.generate: {why}")
+                reason = "slime draws and groups the prompts; leave it out, or use generate_rollout"
+                raise ConfigError(f"agl_{name} has no effect with agl_slime.slime_hooks.generate: {reason}")
 
     def _check_runners(self) -> None:
         if self.runners is not None and self.store_url is not None:
-            why = f"the runners of the store at agl_store_url {shown_url(self.store_url)} are elsewhere"
-            raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
+            reason = f"the runners of the store at agl_store_url {shown_url(self.store_url)} are elsewhere"
+            raise ConfigError(f"agl_runners {self.runners}: {reason}; leave one out")
         if self.plan().kind == "controller":
             if self.loop.max_attempts != 1:
                 fix = "agl_group_max_retries runs failed members of a group again"

@@ -46,8 +46,8 @@ def with_train_inputs(groups: Sequence[Any], tokenizer: Any) -> Sequence[Any]:
         if not pictures or sample.multimodal_train_inputs is not None:
             continue
         if not hasattr(tokenizer, "train_inputs"):
-            why = "rollouts have images, and the model's directory has no processor (preprocessor_config.json)"
-            raise DataSourceError(f"{why}: name a directory with one by --hf-checkpoint")
+            reason = "rollouts have images, and the model's directory has no processor (preprocessor_config.json)"
+            raise DataSourceError(f"{reason}: name a directory with one by --hf-checkpoint")
         key = tuple((sample.metadata or {}).get("images") or map(repr, map(id, pictures)))
         sample.multimodal_train_inputs = tokenizer.train_inputs(pictures, key)
     return groups

@@ -75,9 +75,9 @@ class StalenessController:
         admission.taken = rollout_id * self._batch_size
         admission.advance(rollout_id - 1)  # at least: slime requests at most one rollout ahead of training
         if begins and admission.late():
-            why = f"the saved state holds {self._next} groups that were admitted under a higher limit"
+            fault = f"the saved state holds {self._next} groups that were admitted under a higher limit"
             fix = "resume with the limit of its run"
-            raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {why}; {fix}")
+            raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {fault}; {fix}")
         self.pace()
 
     def set_version(self, version: str | None, *, rollout_id: int | None) -> None:
@@ -87,8 +87,8 @@ class StalenessController:
         admission = self._admission
         if version is None or not version.isdecimal():
             if rollout_id is None:
-                why = f"the engine reports the weight version {version!r}; fully-async rollouts are paced by it"
-                raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {why}, so it must be a whole number")
+                fault = f"the engine reports the weight version {version!r}; fully-async rollouts are paced by it"
+                raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {fault}, so it must be a whole number")
             admission.advance(rollout_id - (self._max_staleness > 0))
             return
         self.version = int(version)
