@@ -317,11 +317,11 @@ def _base64(values: Any) -> str:
 
 def _so_far(request: Request) -> Request:
     """A consistent copy of a request that the engine's thread may be extending."""
-    now = copy.copy(request)
-    n = len(request.log_probs)
-    now.output_ids, now.log_probs, now.tops = request.output_ids[:n], request.log_probs[:n], request.tops[:n]
-    now.versions = [version for version in request.versions if version[1] < max(n, 1)]
-    return now
+    snapshot, n = copy.copy(request), len(request.log_probs)
+    snapshot.output_ids, snapshot.log_probs = request.output_ids[:n], request.log_probs[:n]
+    snapshot.tops = request.tops[:n]
+    snapshot.versions = [version for version in request.versions if version[1] < max(n, 1)]
+    return snapshot
 
 
 async def _control(future: Future[T]) -> T:

@@ -241,11 +241,7 @@ class SGLangClient:
                 if on_event is not None:
                     on_event(event)
 
-            options: Any = {
-                "headers": headers,
-                "deadline": deadline,
-                "on_event": keep if on_event is not None else None,
-            }
+            options: Any = {"headers": headers, "deadline": deadline, "on_event": on_event and keep}
             try:
                 answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **options)
             except aiohttp.ClientConnectorError:
