@@ -22,6 +22,7 @@ class TokenScores:
     log_probs: list[NDArray[np.float32]]
     """Natural log, at the sampling temperature, for comparison with the engine's."""
     advantages: list[NDArray[np.float32]]
+    entropy: list[NDArray[np.float32]] | None = None
 
 
 @runtime_checkable

@@ -168,13 +168,14 @@ class _Step:
         comparisons = self._comparisons(computed)
         batch = self.batch([figures.advantages for figures in computed])
         self.finite = _finite(batch)
-        metrics, influences = {}, None
+        of_model, influences = dict[str, float](), None
         if config.model is not None and self.finite:
             trainer = self._trainer(self.settings(), batch)
             self.model_log_probs = trainer.score(batch)
             comparisons.append(self._compare("the checkpoint's log-probs", "log_probs", self.model_log_probs))
             lines = self.run.describe(self.step, self.rollouts if config.influences else ())
             metrics, influences = take_step(trainer, batch, lines, config)
+            of_model = self._of_model(trainer, batch, metrics)
         recorded: dict[str, float] = {}
         if all(row.advantages is not None and row.log_probs is not None for row in self.rows):
             columns = [row.advantages for row in self.rows if row.advantages is not None]
@@ -182,7 +183,7 @@ class _Step:
         changed = self._changed() if config.changed else None
         return SlimeReplay(
             recorded=recorded,
-            computed=self.figures(batch, self.log_probs) | _of_gradient(metrics),
+            computed=self.figures(batch, self.log_probs) | of_model,
             changed=changed,
             influences=influences,
             rule=self.rule,
@@ -302,10 +303,26 @@ class _Step:
             raise ConfigError("--without leaves no token of the step")
         changes: dict[str, Any] = {} if config.clip is None else {"clip": config.clip, "clip_high": None}
         settings = self.settings(**changes | ({} if config.loss is None else {"loss": config.loss}))
-        metrics = {}
-        if config.model is not None and _finite(batch):
-            metrics = self._trainer(settings, batch).train(batch, iteration=config.step)
-        return self.figures(batch, self.log_probs, settings) | _of_gradient(metrics)
+        figures = self.figures(batch, self.log_probs, settings)
+        if config.model is None or not _finite(batch):
+            return figures
+        trainer = self._trainer(settings, batch)
+        return figures | self._of_model(trainer, batch, trainer.train(batch, iteration=config.step))
+
+    def _of_model(
+        self, trainer: LocalTrainer, batch: list[list[Sample]], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """What only a model gives, after a step on ``batch``; slime's entropy is a mean as its losses are."""
+        from agl_slime.train.local.batch import TrainBatch
+
+        scores = trainer.scores
+        assert scores is not None
+        assert scores.entropy is not None
+        checked = TrainBatch.from_samples(batch, rewards_normalization=False)
+        counts = checked.token_rollout_mask_sums * checked.n_rollouts
+        entropy = np.concatenate(scores.entropy)
+        mean = entropy.mean() if self.flags.calculate_per_token_loss else (entropy / counts).sum()
+        return {"train/grad_norm": metrics["train/grad_norm"], "train/entropy_loss": float(mean)}
 
     def _trainer(self, settings: LocalTrainerSettings, batch: list[list[Sample]]) -> LocalTrainer:
         import torch
@@ -439,12 +456,6 @@ class _Step:
 def _finite(batch: Sequence[Sequence[Sample]]) -> bool:
     spans = (span for samples in batch for sample in samples for span in sample.metadata["reward_spans"])
     return all(math.isfinite(reward) for _, reward, _, _ in spans)
-
-
-def _of_gradient(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What only a model gives, of the local trainer's metrics."""
-    names = {"train/grad_norm": "train/grad_norm", "train/entropy": "train/entropy_loss"}  # ours, and slime's
-    return {theirs: metrics[ours] for ours, theirs in names.items() if ours in metrics}
 
 
 def _rollouts(step: DumpedStep) -> list[str]:

@@ -219,6 +219,7 @@ class LocalTrainer:
         self.scores = TokenScores(
             log_probs=np.split(first.log_probs.cpu().numpy(), ends),
             advantages=np.split(checked.token_rewards.astype(np.float32), ends),
+            entropy=np.split(first.entropy.cpu().numpy(), ends),
         )
         loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
         metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}

@@ -1,29 +1,36 @@
-"""slime's own manager, advantages, policy loss and dumps for steps of a tiny policy, in one process: a model of
-transformers on a single rank takes Megatron's place.
+"""Steps of slime's own Megatron actors on a tiny policy, without Ray: a process per rank.
 
     python -m tests.programs.slime.steps DIRECTORY
 
-Each of ``CASES`` becomes DIRECTORY/NAME; slime's reported loss and its parts, and the norm of its gradient, are the
-result, by the case's name.
+Each case becomes DIRECTORY/NAME, with slime's dumps and the weights after the step. What slime logs of a case's last
+step is the result, by the case's name.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import sys
+import traceback
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.tools.rehearse.megatron.__main__ import prepare
+from agl_slime.tools.rehearse.megatron.flags import as_flags, run_flags
 from agl_slime.types import Sample
+from tests.harness.servers import free_port
 from tests.harness.slime_programs import report
-from tests.harness.trainer_policy import make_model, make_samples, save_policy
-from tests.programs.slime.common import slime_args
+from tests.harness.trainer_policy import make_model, make_samples
 
+TEACHER = "TEACHER"  # in flags: the directory of the teacher's checkpoint
 KL = "--normalize-advantages --kl-coef 0.1 --kl-loss-type k2"
-CASES: dict[str, str] = {
+LOSSES: dict[str, str] = {
     "grpo": "",
     "grpo_of_the_engine": "--use-rollout-logprobs --eps-clip 0.05 --eps-clip-high 0.08",
     "truncated": "--use-tis --tis-clip 1.1 --use-kl-loss --kl-loss-coef 0.2 --kl-loss-type low_var_kl",
@@ -34,69 +41,122 @@ CASES: dict[str, str] = {
     "reinforce": f"--advantage-estimator reinforce_plus_plus --gamma 0.9 {KL}",
     "baseline": f"--advantage-estimator reinforce_plus_plus_baseline {KL}",
     "critic": "--advantage-estimator ppo --gamma 0.9 --lambd 0.8 --use-tis",
-    "distilled": "--use-opd --opd-type sglang --opd-kl-coef 0.3 --use-tis",
-    "uneven": "--use-tis --tis-clip 1.1",
+    "distilled": f"--use-opd --opd-type megatron --opd-teacher-load {TEACHER} --opd-kl-coef 0.3 --use-tis",
+    "dynamic": "--use-dynamic-batch-size --max-tokens-per-gpu 64 --use-tis --tis-clip 1.1",
+    "uneven": "--use-tis --tis-clip 1.1 --global-batch-size 11",
 }
 """Flags; in ``uneven`` a Sample of the batch is missing."""
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "sequence_parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "dp2": (2, "--use-distributed-optimizer"),
+}
+"""World sizes and flags of layouts of ``grpo``."""
+RESUMES = {name: (LAYOUTS.get(name, (1, ""))) for name in ("resumed", "tp2", "dp2")}
 GROUPS, SIZE = 3, 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``steps`` are trained, with checkpoints in ``saved``, and from one there if it has one."""
+
+    name: str
+    flags: str
+    world: int = 1
+    steps: tuple[int, ...] = (0,)
+    saved: Path | None = None
+
+
 def main(directory: Path) -> None:
-    torch.compiler.set_stance("force_eager")  # torch 2.13 would keep the first case's clip range in the compiled loss
-    loss, data = one_rank_of_megatron(directory)
-    policy = save_policy(directory / "policy")
-    report({name: step(directory, policy, name, flags.split(), loss, data) for name, flags in CASES.items()})
+    prepare()
+    import slime.ray.rollout
+    import slime.ray.train_actor as base
+
+    import_module("agl_slime.tools.rehearse.megatron.actor")  # before the forks
+    base.get_local_gpu_id = lambda: 0
+    slime.ray.rollout.ray.put = slime.ray.rollout.ray.get = lambda value, **_: value
+    for seed, name in enumerate(("policy", "reference", "teacher")):
+        make_model(seed=seed).save_pretrained(shutil.copytree(LOOKUP_POLICY, directory / name))
+    cases = [Case(name=name, flags=flags) for name, flags in LOSSES.items()]
+    cases += [Case(name=name, flags=flags, world=world) for name, (world, flags) in LAYOUTS.items()]
+    saved = directory / "saved"
+    cases.append(Case(name="two_steps", flags="--dist-ckpt-optim-fully-reshardable", steps=(0, 1), saved=saved))
+    for name, (world, flags) in RESUMES.items():
+        cases.append(Case(name=f"{name}_later", flags=flags, world=world, steps=(1,), saved=saved))
+    report({case.name: run(directory, case) for case in cases})
 
 
-def one_rank_of_megatron(directory: Path) -> tuple[Any, Any]:
-    """slime's modules of losses and of the dump of train data, with ``megatron.core.mpu`` of a single rank. Their
-    package, which would import the whole of Megatron, is an empty one."""
-    core, mpu = ModuleType("megatron.core"), ModuleType("megatron.core.mpu")
-    sizes = ("context_parallel", "tensor_model_parallel", "data_parallel")
-    for name in sizes:
-        setattr(mpu, f"get_{name}_world_size", lambda **_: 1)
-        setattr(mpu, f"get_{name}_rank", lambda **_: 0)
-        setattr(mpu, f"get_{name}_group", lambda **_: None)
-    mpu.is_pipeline_last_stage = lambda **_: True  # type: ignore[attr-defined]
-    mpu.get_data_parallel_src_rank = lambda **_: 0  # type: ignore[attr-defined]
-    core.mpu = mpu  # type: ignore[attr-defined]
-    sys.modules |= {"megatron.core": core, "megatron.core.mpu": mpu}
-    import slime.backends
-
-    package = ModuleType("slime.backends.megatron_utils")
-    package.__path__ = [str(Path(next(iter(slime.backends.__path__))) / "megatron_utils")]
-    sys.modules[package.__name__] = package
-    store = (directory / "ranks").resolve().as_uri()
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    from slime.backends.megatron_utils import loss
-    from slime.observability import train_data_utils
-
-    return loss, train_data_utils
+def run(directory: Path, case: Case) -> dict[str, float]:
+    """slime's log of the last step."""
+    work, port = directory / case.name, free_port()
+    work.mkdir()
+    ranks = [fork(directory, case, rank, port) for rank in range(case.world)]
+    ends = [os.waitpid(pid, 0)[1] for pid in ranks]
+    if any(ends):
+        raise SystemExit("\n".join(path.read_text()[-6000:] for path in work.glob("rank_*.txt")))
+    return json.loads((work / "log.json").read_text())
 
 
-def step(directory: Path, policy: Path, name: str, flags: list[str], loss: Any, dump: Any) -> dict[str, float]:
-    args = args_of(directory, policy, name, flags)
-    samples = samples_of(uneven=name == "uneven")
-    batch = batch_of(args, samples, directory / name)
-    model, reference = make_model(), make_model(seed=1)
-    logits = logits_of(model, batch["tokens"])
-    batch["ref_log_probs"] = log_probs_of(loss, args, reference, batch)
-    batch["log_probs"] = log_probs_of(loss, args, model, batch)
-    batch["values"] = [values.sin() for values in batch["log_probs"]]  # of a critic
-    batch["teacher_log_probs"] = log_probs_of(loss, args, make_model(seed=2), batch)
-    loss.compute_advantages_and_returns(args, batch)
-    total, figures = value_of(loss, args, batch, logits)
-    total.backward()
-    dump.save_debug_train_data(args, rollout_id=0, rollout_data=batch)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return {**figures, "grad_norm": float(torch.cat([gradient.flatten() for gradient in gradients]).norm())}
+def fork(directory: Path, case: Case, rank: int, port: int) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        output = os.open(directory / case.name / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        train(directory, case, rank, port)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
-def args_of(directory: Path, policy: Path, name: str, flags: list[str]) -> Any:
-    sizes = ["--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE), "--num-rollout", "1"]
-    sizes += ["--global-batch-size", str(GROUPS * SIZE - (name == "uneven")), "--micro-batch-size", "1"]
-    sizes += ["--rollout-num-gpus", "1", "--ref-load", str(policy), "--dump-details", str(directory / name)]
-    args = slime_args([*sizes, *flags], model=policy, config={}, directory=directory)
+def train(directory: Path, case: Case, rank: int, port: int) -> None:
+    import torch
+    from slime.backends.megatron_utils import model
+    from slime.observability.rollout_data_utils import save_debug_rollout_data
+
+    from agl_slime.tools.rehearse.megatron.actor import MegatronTrainRayActor
+
+    logs: list[dict[str, Any]] = []
+    model.logging_utils.log = lambda args, metrics, step_key: logs.append(metrics)
+    work = directory / case.name
+    args, samples = args_of(directory, case), samples_of(uneven=case.name == "uneven")
+    actor = MegatronTrainRayActor(case.world, rank, "127.0.0.1", port)
+    kl = args.kl_coef != 0 or args.use_kl_loss
+    first = actor.init(args, "actor", with_ref=kl, with_opd_teacher=args.use_opd)
+    assert case.steps[0] in (0, first)
+    for step in case.steps:
+        if rank == 0:
+            save_debug_rollout_data(args.save_debug_rollout_data, samples, rollout_id=step, evaluation=False)
+        values = [torch.arange(float(sample.response_length)).sin() for sample in samples]  # of a critic
+        actor.train(step, batches(args, samples, actor.train_parallel_config), external_data={"values": values})
+        if case.saved is not None and step == 0:
+            actor.save_model(0)
+    actor.weight_updater.update_weights()
+    if of_steps := [metrics for metrics in logs if "train/step" in metrics]:
+        (work / "log.json").write_text(json.dumps({name: float(value) for name, value in of_steps[-1].items()}))
+
+
+def args_of(directory: Path, case: Case) -> Any:
+    from slime.utils.arguments import parse_args
+
+    work = directory / case.name
+    settings = work / "agl.yaml"
+    settings.write_text("agl_agent: agl_slime.cli.demo.agent:LookupAgent\n")
+    sizes = {"num-rollout": 2, "rollout-batch-size": GROUPS, "n-samples-per-prompt": SIZE}
+    sizes |= {"global-batch-size": GROUPS * SIZE, "actor-num-gpus-per-node": case.world, "rollout-num-gpus": 1}
+    reference = directory / ("reference" if "kl" in case.flags else "policy")
+    sizes |= {"num-gpus-per-node": case.world, "ref-load": reference}
+    sizes |= {"load": directory / "policy", "save-interval": 1, "save": work}
+    if case.saved is not None:
+        sizes |= dict.fromkeys(("load", "save"), case.saved)
+    flags = [*run_flags(directory / "policy", settings, work), *as_flags(sizes), "--debug-train-only"]
+    sys.argv = ["train.py", *flags, *case.flags.replace(TEACHER, str(directory / "teacher")).split()]
+    args = parse_args()
     args.custom_reward_post_process_path = None  # slime's own
     return args
 
@@ -110,46 +170,15 @@ def samples_of(*, uneven: bool) -> list[Sample]:
     return samples[:-1] if uneven else samples
 
 
-def batch_of(args: Any, samples: list[Sample], directory: Path) -> dict[str, Any]:
-    """The batch of the single rank, by slime's manager, which dumps the Samples first."""
-    from slime.observability.rollout_data_utils import save_debug_rollout_data
+def batches(args: Any, samples: list[Sample], parallel: dict[str, int]) -> list[Any]:
+    """The data-parallel ranks' batches, by slime's manager."""
     from slime.ray import rollout
 
-    save_debug_rollout_data(args.save_debug_rollout_data, samples, rollout_id=0, evaluation=False)
-    rollout.ray.put = lambda value, **_: value
     cls: Any = rollout.RolloutManager.__ray_metadata__.modified_class
     manager = object.__new__(cls)
-    sizes = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-    vars(manager).update(args=args, train_parallel_config=sizes)
+    vars(manager).update(args=args, train_parallel_config=parallel)
     manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
-    batch = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))[0].inner
-    batch["total_lengths"] = [batch["total_lengths"][position] for position in batch["partition"]]
-    batch["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int) for mask in batch["loss_masks"]]
-    batch["rollout_mask_sums"] = torch.as_tensor(batch["rollout_mask_sums"])
-    batch["rollout_log_probs"] = [torch.as_tensor(values, dtype=torch.float32) for values in batch["rollout_log_probs"]]
-    batch["tokens"] = batch["unconcat_tokens"] = [torch.as_tensor(ids) for ids in batch["tokens"]]
-    return batch
-
-
-def logits_of(model: Any, tokens: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([model(input_ids=ids[None]).logits[0] for ids in tokens])[None].float()
-
-
-@torch.no_grad()
-def log_probs_of(loss: Any, args: Any, model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    lengths = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
-    return loss.get_log_probs_and_entropy(logits_of(model, batch["tokens"]), args=args, **lengths)[1]["log_probs"]
-
-
-def value_of(
-    loss: Any, args: Any, batch: dict[str, Any], logits: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """slime's loss of the step, and the figures that it reports, as its training step divides them."""
-    of_step = batch["global_batch_sizes"][0]
-    total, tokens, log = loss.loss_function(args, batch, 1, of_step, logits)
-    count = float(tokens) if args.calculate_per_token_loss else of_step
-    values = (float(value) / count for value in log["values"][1:])
-    return total / (count if args.calculate_per_token_loss else 1), dict(zip(log["keys"], values, strict=True))
+    return manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _answer_cuda(torch: Any) -> None:
     answers |= {"current_stream": Stream(), "default_stream": Stream()}
     for name, value in answers.items():
         setattr(cuda, name, constant(value))
-    cuda.nvtx.range_push, cuda.nvtx.range_pop = constant(None), constant(None)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = torch._C._host_emptyCache = constant(None)
     cuda.Stream = cuda.Event = Stream
     cuda.default_generators = Generators()
     cuda._lazy_call = lambda call, **_: call()

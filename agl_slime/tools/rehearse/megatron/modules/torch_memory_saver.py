@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _nothing(*_: Any, **__: Any) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
 
 
-torch_memory_saver = SimpleNamespace(pause=_nothing, resume=_nothing, disable=contextlib.nullcontext, _impl=None)
+torch_memory_saver = SimpleNamespace(**dict.fromkeys(("pause", "resume", "disable", "region"), _nothing), _impl=None)
