@@ -395,10 +395,11 @@ class CallFormat:
         called.append({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "r"})
         if self._wants_text:
             called = [_with_arguments_as_text(message) for message in called]
-        short = functools.partial(map, _with_short_ids)
+        short = functools.partial(_with_ids, _short)
         if (text := self._written(called)) is None:
             return short if self._written([*short(called)]) is not None else iter
-        return _with_names_in_ids if call["id"] in text and call["function"]["name"] not in text else iter
+        named = call["id"] in text and call["function"]["name"] not in text
+        return functools.partial(_with_ids, _naming) if named else iter
 
     def _written(self, messages: Sequence[Message]) -> str | None:
         try:
@@ -422,38 +423,36 @@ def _with_arguments_as_text(message: Message) -> Message:
     return {**message, "tool_calls": [convert(call) for call in calls]} if calls else message
 
 
-def _with_short_ids(message: Message) -> Message:
-    """``message`` with each id as nine letters and digits, equal for equal ids."""
-    if calls := message.get("tool_calls"):
-        return {**message, "tool_calls": [{**call, "id": _short(str(call.get("id") or ""))} for call in calls]}
-    if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
-        return {**message, "tool_call_id": _short(message["tool_call_id"])}
-    return message
-
-
-def _with_names_in_ids(messages: Iterable[Message]) -> Iterator[Message]:
-    """``messages`` with ids that name the function and number the conversation's calls, as Kimi's models write them.
-    Results without an id belong to the last answer's calls, in their order."""
+def _with_ids(new_id: Callable[[str, str, int], str], messages: Iterable[Message]) -> Iterator[Message]:
+    """``messages`` with ids of calls by id, function and place in the conversation. Results without an id belong to the
+    last answer's calls, in their order."""
     ids: dict[Any, str] = {}
     count, last = 0, iter(())
     for message in messages:
         if calls := message.get("tool_calls"):
-            named = [{**call, "id": _named(call, number)} for number, call in enumerate(calls, count)]
-            ids |= {call.get("id"): new["id"] for call, new in zip(calls, named, strict=True)}
-            count, last = count + len(calls), (new["id"] for new in named)
+            named: list[Message] = []
+            for number, call in enumerate(calls, count):
+                identity, name = str(call.get("id") or ""), str(call.get("function", call).get("name"))
+                named.append({**call, "id": new_id(identity, name, number)})
+                ids[identity] = named[-1]["id"]
+            count, last = count + len(calls), (call["id"] for call in named)
             message = {**message, "tool_calls": named}
         elif message.get("role") == "tool":
-            client_id = message.get("tool_call_id")
-            message = {**message, "tool_call_id": ids.get(client_id, client_id) if client_id else next(last, "")}
+            given = message.get("tool_call_id")
+            message = {
+                **message,
+                "tool_call_id": ids.get(given) or new_id(str(given), "", 0) if given else next(last, ""),
+            }
         yield message
 
 
-def _named(call: Mapping[str, Any], number: int) -> str:
-    name, identity = str(call.get("function", call).get("name")), str(call.get("id") or "")
-    fits = re.fullmatch(rf"(?:functions\.)?{re.escape(name)}(?::\d+)?", identity)
+def _naming(identity: str, name: str, number: int) -> str:
+    """As Kimi's models write them."""
+    fits = not name or re.fullmatch(rf"(?:functions\.)?{re.escape(name)}(?::\d+)?", identity)
     return identity if fits else f"functions.{name}:{number}"
 
 
-def _short(identity: str) -> str:
+def _short(identity: str, name: str, number: int) -> str:
+    """Nine letters and digits, equal for equal ids."""
     fits = len(identity) == 9 and identity.isascii() and identity.isalnum()
     return identity if fits else hashlib.blake2b(identity.encode("utf-8", "surrogatepass")).hexdigest()[:9]

@@ -25,8 +25,8 @@ from tests.gateway.protocols import (
     user,
 )
 from tests.harness.engine_faults import Abort
-from tests.harness.gateway import HELLO, WEATHER, Case, one_sample, post, prompts, serving, trained_once
-from tests.harness.tool_formats import FORMATS, template_of, tokenizer_of, written
+from tests.harness.gateway import HELLO, Case, one_sample, post, prompts, serving, trained_once
+from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 
 CITIES = ["Rome", "Oslo\nand </think> <b>", "São Paulo"]
 PARALLEL = [("weather", {"city": city}) for city in CITIES]
@@ -139,12 +139,6 @@ def test_a_call_before_the_end_of_thinking_is_made_in_one_sample(kind: str) -> N
         assert (tools["calls"], tools["malformed"], tools["example"]) == ({"weather": 12}, 6, last[last.index(mark) :])
 
 
-KIMI_CALL = (
-    "Let me see.\n<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'
-)
-
-
 def stream_chat(case: Case, messages: list[Any] = HELLO, **fields: Any) -> tuple[Any, list[str]]:
     """The choice and the pieces of its content."""
     with openai_client(case).chat.completions.stream(model="m", messages=messages, **fields) as stream:
@@ -152,16 +146,6 @@ def stream_chat(case: Case, messages: list[Any] = HELLO, **fields: Any) -> tuple
         choice = stream.current_completion_snapshot.choices[0]
     assert choice.message.content == "".join(pieces)
     return choice, pieces
-
-
-def test_the_marks_of_a_section_of_calls_are_no_text_of_a_streamed_answer() -> None:
-    with serving(KIMI_CALL, "Sunny.", template=template_of("kimi"), token_s=0.002) as case:
-        choice, pieces = stream_chat(case, tools=[WEATHER])
-        assert "".join(pieces) == "Let me see."
-        (call,) = choice.message.tool_calls
-        result = {"role": "tool", "tool_call_id": call.id, "content": "fine"}
-        stream_chat(case, [*HELLO, choice.message.model_dump(exclude_none=True), result], tools=[WEATHER])
-        one_sample(case)
 
 
 @pytest.mark.parametrize("n_tokens", range(1, 12))
