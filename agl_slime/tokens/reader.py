@@ -56,7 +56,7 @@ class AnswerReader:
         if self.channels:
             answer = HarmonyParser().parse(text, sampling=True)
             return AnswerParts(answer.reasoning, answer.reasoning_closed, answer.content.strip())
-        if not self.opened and opening.startswith(begun := text.lstrip()) and begun != opening:
+        if not self.opened and opening.startswith(stripped := text.lstrip()) and stripped != opening:
             return AnswerParts()
         reasoning, content, closed = self._split(text)
         marks = self._ending_marks()
@@ -84,10 +84,10 @@ class AnswerReader:
         if self.parser is None:
             return AnswerParts(reasoning, closed, content)
         may_call, closing = any(mark in (reasoning or "") for mark in self._ending_marks()), self.thinking[1]
-        begun = (self._thinking_in(text) if may_call else None) or ""
-        call_start = self.parser.first_call(begun)
-        if call_start is not None and closing not in begun[:call_start]:
-            reasoning, closed, parsed = begun[:call_start].strip(), True, self.parser.parse(begun[call_start:])
+        thinking = (self._thinking_in(text) if may_call else None) or ""
+        call_start = self.parser.first_call(thinking)
+        if call_start is not None and closing not in thinking[:call_start]:
+            reasoning, closed, parsed = thinking[:call_start].strip(), True, self.parser.parse(thinking[call_start:])
             parsed = replace(parsed, content=parsed.content.replace(closing, "", 1))
         else:
             parsed = self.parser.parse(content)
@@ -105,18 +105,18 @@ class AnswerReader:
         """The reasoning up to its mark, the text after it, and whether the reasoning is closed."""
         special = special_tokens(self.tokenizer) if self.tokenizer is not None and self.parser is None else None
         text = text if special is None else special.sub("", text)
-        begun = self._thinking_in(text)
-        if begun is None:
+        thinking = self._thinking_in(text)
+        if thinking is None:
             return None, text, True
-        thought, mark, rest = begun.partition(self.thinking[1])
+        thought, mark, rest = thinking.partition(self.thinking[1])
         return thought.strip(), rest.lstrip("\n"), bool(mark)
 
     def _thinking_in(self, text: str) -> str | None:
         """An answer from the beginning of its reasoning on; ``None`` without reasoning."""
-        begun, opening = text.lstrip(), self.thinking[0]
-        if begun.startswith(opening):
-            return begun[len(opening) :]
-        return begun if (self._seems_opened(text) if self.opened is None else self.opened) else None
+        answer, opening = text.lstrip(), self.thinking[0]
+        if answer.startswith(opening):
+            return answer[len(opening) :]
+        return answer if (self._seems_opened(text) if self.opened is None else self.opened) else None
 
     def _seems_opened(self, text: str) -> bool:
         head, mark, _ = text.partition(self.thinking[1])

@@ -222,25 +222,25 @@ class ChatTemplate:
         mark = self.closing.rstrip() or self.closing
         if written.startswith((expected + mark)[done:], done):
             return Addition(written[len(expected) :], generation_prompt, answer_text, rendered)
-        alone = self.render([*history, answer], generation_prompt=False)
-        places = self._locate(written, alone, prompt.text, sampled)
+        up_to_answer = self.render([*history, answer], generation_prompt=False)
+        places = self._locate(written, up_to_answer, prompt.text, sampled)
         bare = self.fields.without_thinking(answer)
-        if places is not None and (bare == answer or self.render([*history, bare], generation_prompt=False) != alone):
+        if places and (bare == answer or self.render([*history, bare], generation_prompt=False) != up_to_answer):
             begin, end, rest = places
-            return Addition(rest, generation_prompt, alone[begin:end], rendered)
+            return Addition(rest, generation_prompt, up_to_answer[begin:end], rendered)
         return RewrittenHistory(drops_thinking=self._drops_thinking([*history, answer], written))
 
-    def _locate(self, written: str, alone: str, prompt: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
-        """Begin and end of an answer in ``alone``, the rendering that ends with it, and the text of ``written`` after
-        it. ``None`` if ``written`` has another history."""
-        done = len(prompt) if written.startswith(prompt) and alone.startswith(prompt) else 0
-        begin = done or match_end(alone, prompt)
+    def _locate(self, written: str, rendering: str, prompt: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
+        """Begin and end of an answer in ``rendering``, which ends with it, and the text of ``written`` after it.
+        ``None`` if ``written`` has another history."""
+        done = len(prompt) if written.startswith(prompt) and rendering.startswith(prompt) else 0
+        begin = done or match_end(rendering, prompt)
         if begin is None:
             return None
         stop = sampled.stop_text
-        body, mark = self._without_end(alone, stop)
-        if not mark and not stop and (mark := self._end_not_sampled(alone, sampled.text)):
-            body = alone.removesuffix(mark)
+        body, mark = self._without_end(rendering, stop)
+        if not mark and not stop and (mark := self._end_not_sampled(rendering, sampled.text)):
+            body = rendering.removesuffix(mark)
         thinking = sampled.thinking
         if not sampled.closed and thinking and not stop and (cut := body.rfind(thinking, begin)) >= 0:
             body, mark = body[: cut + len(thinking)], ""  # the template closes the thinking
@@ -254,17 +254,17 @@ class ChatTemplate:
             rest = mark + rest[len(added_token_at(self.tokenizer, rest, 0)) :]
         return begin, len(body), rest
 
-    def _without_end(self, alone: str, stop_text: str) -> tuple[str, str]:
+    def _without_end(self, rendering: str, stop_text: str) -> tuple[str, str]:
         """A rendering without the end mark of its last answer, and the mark."""
-        text = alone.rstrip()
+        text = rendering.rstrip()
         for mark in (stop_text, self.closing.rstrip()):
             if mark and text.endswith(mark):
                 return text.removesuffix(mark), mark
-        return alone, ""
+        return rendering, ""
 
-    def _end_not_sampled(self, alone: str, text: str) -> str:
+    def _end_not_sampled(self, rendering: str, text: str) -> str:
         """The token that ends an answer with calls in a rendering, if ``text`` was cut before it."""
-        ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
+        ends = (token for token in self._added_tokens if rendering.endswith(token) and token not in text)
         return max(ends, key=len, default="")
 
     def _drops_thinking(self, history: list[Message], written: str) -> bool:
