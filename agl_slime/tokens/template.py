@@ -438,10 +438,10 @@ def _with_ids(new_id: Callable[[str, str, int], str], messages: Iterable[Message
             count, last = count + len(calls), (call["id"] for call in named)
             message = {**message, "tool_calls": named}
         elif message.get("role") == "tool":
-            given = message.get("tool_call_id")
+            client_id = message.get("tool_call_id")
             message = {
                 **message,
-                "tool_call_id": ids.get(given) or new_id(str(given), "", 0) if given else next(last, ""),
+                "tool_call_id": ids.get(client_id) or new_id(str(client_id), "", 0) if client_id else next(last, ""),
             }
         yield message
 
