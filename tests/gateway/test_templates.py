@@ -8,25 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, STREAMED, Talk, body_of, user
+from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, STREAMED, Talk, body_of, user
 from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
 from tests.harness.gateway import gateway_counts, one_sample, post, prompts, serving
 from tests.harness.model_templates import MODELS, template_of
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 USER = user("Weather?")
-
-
-def test_instructions_beside_a_developers_message_are_one_system_message() -> None:
-    """As Codex sends them."""
-    with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
-        developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]}
-        talk = Talk(case, "responses", instructions="You code.", tools=[FUNCTION], store=False)
-        talk.ask(developer, {"type": "message", **USER})
-        talk.ask(*talk.results())
-        assert talk.text == "Sunny."
-        assert "You code.\n\nSandboxed.<|im_end|>" in case.tokenizer.decode(case.turns[0].prompt_ids)
-        one_sample(case)
 
 
 def test_later_system_messages_become_user_messages_in_place() -> None:
