@@ -166,7 +166,7 @@ def test_a_servers_port_that_is_taken_is_one_sentence(
         ),
     ],
 )
-def test_an_address_that_no_request_could_use_is_refused_when_a_server_starts(
+def test_a_server_refuses_an_address_that_no_request_could_use(
     flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("config.json").write_text("{}")
