@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -58,6 +58,8 @@ class _Call:
 @dataclass(eq=False)
 class _Rollout:
     instance_id: str
+    seed: str
+    """Of its sampling, which names the member of its group."""
     calls: list[_Call] = field(default_factory=list)
     saved_calls: list[_Call] = field(default_factory=list)
     """Calls from before the restart that the agent has not repeated yet."""
@@ -69,7 +71,7 @@ class PartialRollouts:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._rollouts: dict[str, _Rollout] = {}
-        self._saved: dict[str, deque[list[_Call]]] = {}  # from a checkpoint, by instance
+        self._saved: dict[str, list[_Rollout]] = {}  # from a checkpoint, by instance
         self.reused_tokens = 0
         """Tokens from before the restart that were not sampled again."""
 
@@ -78,10 +80,13 @@ class PartialRollouts:
         instance_id = (rollout.metadata or {}).get("instance_id")
         if instance_id is None or not isinstance(client, SGLangClient):
             return client
+        record = _Rollout(str(instance_id), str((rollout.metadata or {}).get("seed", "")))
         with self._changed:
-            record = self._rollouts[rollout.rollout_id] = _Rollout(str(instance_id))
-            if waiting := self._saved.get(record.instance_id):
-                record.saved_calls = waiting.popleft()
+            self._rollouts[rollout.rollout_id] = record
+            waiting = self._saved.get(record.instance_id, [])
+            if (saved := next((each for each in waiting if each.seed in (record.seed, "")), None)) is not None:
+                waiting.remove(saved)
+                record.saved_calls = saved.saved_calls
         return _KeepingClient(self, client, record)
 
     def drop(self, rollout_id: str) -> None:
@@ -123,15 +128,15 @@ class PartialRollouts:
                     self._changed.wait_for(lambda: all(call.reported for call in running), _CUT_TIMEOUT_S)
         with self._changed:
             # including calls of an earlier checkpoint that no rollout has repeated yet
-            rows = [(rollout.instance_id, rollout.calls + rollout.saved_calls) for rollout in self._rollouts.values()]
-            rows += [(instance_id, calls) for instance_id, waiting in self._saved.items() for calls in waiting]
+            rollouts = [*self._rollouts.values(), *(rollout for waiting in self._saved.values() for rollout in waiting)]
             lines = [
                 {
-                    "instance_id": instance_id,
+                    "instance_id": rollout.instance_id,
+                    "seed": rollout.seed,
                     "calls": [{"key": call.key, **_generation_to_json(generation)} for call, generation in sampled],
                 }
-                for instance_id, calls in rows
-                if (sampled := [(call, call.generation) for call in calls if call.generation is not None])
+                for rollout in rollouts
+                if (sampled := [(call, g) for call in rollout.calls + rollout.saved_calls if (g := call.generation)])
             ]
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -142,20 +147,21 @@ class PartialRollouts:
         instances (dropped before the checkpoint, or begun while it was written) are admitted again at ``version``:
         their tokens of older weights would be staler than their new age, and are left out.
         """
-        saved: dict[str, deque[list[_Call]]] = defaultdict(deque)
+        saved: dict[str, list[_Rollout]] = defaultdict(list)
         try:
             for line in path.read_text().splitlines() if path.exists() else ():
                 row = json.loads(line)
                 calls = [_Call(call["key"], _generation_from_json(call)) for call in row["calls"]]
                 if admitted is None or row["instance_id"] in admitted or _weight_versions(calls) <= {version}:
-                    saved[row["instance_id"]].append(calls)
+                    rollout = _Rollout(row["instance_id"], row.get("seed", ""), saved_calls=calls)
+                    saved[rollout.instance_id].append(rollout)
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
             raise ConfigError(f"{path} cannot be read: {format_exception(error)}") from error
         with self._changed:
             self._saved = dict(saved)
-        sampled = [len(c.generation.output_ids) for rows in saved.values() for row in rows for c in row if c.generation]
-        if sampled:
-            logger.info("%d tokens that were sampled before the restart are reused.", sum(sampled))
+        calls = [call for waiting in saved.values() for rollout in waiting for call in rollout.saved_calls]
+        if sampled := sum(len(call.generation.output_ids) for call in calls if call.generation):
+            logger.info("%d tokens that were sampled before the restart are reused.", sampled)
 
     def begin(self, rollout: _Rollout, key: str) -> _Call:
         """Start a call of this rollout: the first saved call with this key, else a new one."""

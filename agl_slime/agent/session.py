@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,7 +27,7 @@ from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.answer import AnswerParts
-from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
+from agl_slime.tokens.codec import TokenArray, common_prefix, stored_bytes, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, refine_fork
 from agl_slime.tokens.formats import ToolParser
@@ -67,7 +69,13 @@ class RolloutStats:
     infos: dict[str, Any] = field(default_factory=dict)  # the scheduler's rollout_infos
     rewards: dict[str, Any] = field(default_factory=dict)  # by role
     asking: int = 0  # answers in flight
-    requests: int = 0  # to the engine, answered or not
+    prompts: Counter[bytes] = field(default_factory=Counter)  # requests to the engine, by a digest of the prompt
+
+    def count_prompt(self, ids: Sequence[int]) -> tuple[bytes, int]:
+        """A digest of a request's prompt, and how many requests of the rollout had it so far, this one included."""
+        digest = hashlib.blake2b(stored_bytes(token_array(ids)), digest_size=8).digest()
+        self.prompts[digest] += 1
+        return digest, self.prompts[digest]
 
     def count(self, results: Iterable[ToolResult]) -> None:
         for result in results:
@@ -196,6 +204,8 @@ class RolloutSession(Session):
         self.tokenizer = template.tokenizer
         self.images: Images = {} if images is None else images
         self._image_settings = image_settings
+        self.rng = random.Random(seed or None)
+        """For the agent's own draws, which a deterministic run repeats."""
         self._seed, self._limits = seed, {} if oldest_version is None else {"oldest_version": oldest_version}
         self._client = client
         self._encoder = TurnEncoder(model=model or None, copies=keep_all) if traced else None
@@ -253,9 +263,8 @@ class RolloutSession(Session):
                 await prepare(self.tokenizer, prompt_images)
             prompt_ids = await context.prompt()
             limited = self._within_limits(limited, len(prompt_ids))
-            self.stats.requests += 1
             if self._seed:
-                limited = limited.seeded(self._seed, self.stats.requests)
+                limited = limited.seeded(self._seed, *self.stats.count_prompt(prompt_ids))
             if prompt_images:
                 options["images"], places = await engine_input(self.tokenizer, prompt_ids, prompt_images)
             if limited.routed_experts is not None:

@@ -119,6 +119,9 @@ async def run_training(
             warnings |= teacher_warning(config)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         warnings |= learning_rate_warning(config.local, trainer.model)
+        if config.loop.deterministic and (config.sglang_url or config.engine == "sglang"):
+            effect = "equal runs need an SGLang with --enable-deterministic-inference"
+            warnings["deterministic"] = f"--deterministic: {effect}"
         if sizes := about_model(config, trainer.model, lr=trainer.lr):
             print_line(sizes, to=console)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
@@ -239,6 +242,7 @@ async def _start_engine(
 ) -> tuple[str, Callable[[], None] | None, LocalTrainer]:
     """Start the engine while the trainer loads; returns the engine's URL, its health check, and the trainer."""
     _require_torch()
+    torch_threads = 1 if config.loop.deterministic else torch_threads
     loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
     loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # dropped when the engine fails first
     url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
@@ -445,7 +449,7 @@ async def running_engine(
         python = os.environ[SGLANG_PYTHON]  # checked by check_files
         engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.loop.seed)
     else:
-        engine = EmbeddedEngine(model_path, random_seed=config.loop.seed)
+        engine = EmbeddedEngine(model_path, random_seed=config.loop.seed, deterministic=int(config.loop.deterministic))
     try:
         with step(console, f"starting {engine.name}"):
             await run_in_thread(engine.start)

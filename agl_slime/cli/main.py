@@ -45,6 +45,7 @@ COMMANDS = {
     "view": ("show runs in the browser, live with --follow", "cli.commands:view"),
     "report": ("write runs as one HTML page: trend, steps, rollouts, tokens", "cli.commands:report"),
     "audit": ("check that the files of a run agree", "tools.audit.command:audit"),
+    "compare": ("name the first token in which two equal runs differ", "tools.compare.command:compare"),
     "replay": (
         "compute a training step again from a run's files, as it was or with changes",
         "tools.forensics.replay:main",

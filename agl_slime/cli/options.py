@@ -19,7 +19,7 @@ GROUPS: Mapping[str, tuple[str, str]] = {
     ),
     "run": (
         "Resume, reproduce and watch a run.",
-        "resume overwrite loop.save_interval loop.seed view track keep_rollouts autopsy",
+        "resume overwrite loop.save_interval loop.seed loop.deterministic view track keep_rollouts autopsy",
     ),
     "validation": (
         "Validation on held-out tasks.",

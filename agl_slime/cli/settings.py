@@ -258,7 +258,7 @@ class TrainConfig:
         self._refuse("autopsy", "slime's trainer scores no turns for it; leave it out")
         self._refuse("teacher_alone", "let the agent's reward be 0 for all rollouts")
         self._refuse("keep_best", "slime keeps its own checkpoints; see docs/after-the-run.md")
-
+        self._refuse("deterministic", "slime's training has flags of its own; give -- --deterministic-mode")
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
             if (value := getattr(self.local, setting.name)) != setting.default:

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from agl_slime.data.ledger import Ledger
@@ -34,7 +35,10 @@ class Delivery:
 
     def add(self, group: GroupResult) -> None:
         self._ledger.ready_many([member.rollout_id for member in group.succeeded])
-        samples = self._numbered(group)
+        samples = [sample for member in group.succeeded for sample in member.samples]
+        if group.instance_id is not None:
+            for sample in samples:
+                sample.metadata["instance_id"] = group.instance_id
         self.versions.observe(samples)
         self.ready.append(samples)
         self.conversations.update((member.rollout_id, member.conversation) for member in group.succeeded)
@@ -51,7 +55,7 @@ class Delivery:
         if self.reserved is not None:
             self.reserved -= n
         with self._ledger.batch():
-            return [samples for samples in groups if self._delivered(samples)]
+            return [self._numbered(samples) for samples in groups if self._delivered(samples)]
 
     def give_back(self, groups: Sequence[list[Sample]]) -> None:
         """Take groups back; they are delivered again before newer ones."""
@@ -130,20 +134,18 @@ class Delivery:
             logger.warning("A group is not trained on: rollout %s %s", rollout_ids[0], why)
         return why is None
 
-    def _numbered(self, group: GroupResult) -> list[Sample]:
-        """The group's samples, numbered for slime: one ``group_index``, a ``rollout_id`` per member, an ``index``
-        each."""
-        numbers, samples = self._next, []
-        for member in group.succeeded:
-            for sample in member.samples:
-                sample.group_index, sample.index = numbers["group_index"], numbers["index"]
-                if group.instance_id is not None:
-                    sample.metadata["instance_id"] = group.instance_id
-                sample.rollout_id = numbers["rollout_number"]
-                numbers["index"] += 1
-                samples.append(sample)
-            numbers["rollout_number"] += 1
-        numbers["group_index"] += 1
+    def _numbered(self, samples: list[Sample]) -> list[Sample]:
+        """A group's samples, numbered for slime in the order of delivery: one ``group_index``, a ``rollout_id`` per
+        member, an ``index`` each. A group that was given back keeps its numbers."""
+        numbers = self._next
+        if any(sample.group_index is None for sample in samples):
+            for _, member in groupby(samples, key=rollout_of):
+                for sample in member:
+                    sample.group_index, sample.index = numbers["group_index"], numbers["index"]
+                    sample.rollout_id = numbers["rollout_number"]
+                    numbers["index"] += 1
+                numbers["rollout_number"] += 1
+            numbers["group_index"] += 1
         return samples
 
 

@@ -42,6 +42,7 @@ def main() -> int:
     add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
     experts = "report the experts of each token to requests that ask for them; by default where the model has some"
     add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=None, help=experts)
+    add("--deterministic", type=int, choices=(0, 1), default=0, help="equal requests get bit-equal answers; one thread")
     add("--torch-threads", type=int, help="by default 1 for a tiny model, else --cores")
     add("--cores", type=int, help="by default all that this process may use, at most OMP_NUM_THREADS")
     add("--random-seed", type=int, default=0)
@@ -86,7 +87,7 @@ async def _serve(args: argparse.Namespace) -> int:
     # that long to get it back from a busy event loop.
     sys.setswitchinterval(0.0002)
     limits = {"max_running": args.max_running_requests, "context_length": args.context_length, "seed": args.random_seed}
-    limits |= {"prefix_cache": bool(args.prefix_cache)}
+    limits |= {"prefix_cache": bool(args.prefix_cache), "deterministic": bool(args.deterministic)}
     experts = args.enable_return_routed_experts
     limits |= {"return_routed_experts": None if experts is None else bool(experts)}
     limits |= {"max_total_tokens": args.max_total_tokens, "torch_threads": args.torch_threads, "cores": args.cores}

@@ -47,6 +47,7 @@ class Engine:
     prompt and response together, by default the model's; ``max_total_tokens`` bounds the KV cache, by
     default to a quarter of the machine's memory; ``prefill_tokens`` limits one prefill, so that running rows do
     not wait long. Rows that no longer fit return to the queue, the newest first, and are prefilled again.
+    ``deterministic``: an answer depends on its prompt and seed alone, to the last bit (``slots.InvariantStep``).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         prefill_tokens: int = 4096,
         prefix_cache: bool = True,
         return_routed_experts: bool | None = None,
+        deterministic: bool = False,
         seed: int = 0,
     ) -> None:
         if return_routed_experts is None:
@@ -81,6 +83,7 @@ class Engine:
             max_total_tokens=max_total_tokens,
             prefix_cache=prefix_cache,
             capture=ExpertCapture(model) if return_routed_experts else None,
+            deterministic=deterministic,
         )
         self.returns_routed_experts = return_routed_experts
         self.context_length, self.max_total_tokens = self._slots.context, self._slots.capacity

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from agl_slime.engine.experts import ExpertCapture
@@ -31,6 +32,10 @@ from agl_slime.errors import ConfigError
 
 ATTENTION = "agl_slime_slots"
 _BLOCK = 8
+BUCKET = 64  # places that a token attends to at least, in a pass that does not depend on other tokens
+LEAST_ROWS = 8
+"""Rows of a product of matrices from which on a row's result does not depend on the others, with up to two threads: MKL
+has other kernels below four rows a thread."""
 
 
 class Step:
@@ -115,6 +120,53 @@ class Step:
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).flatten(1, 2)
 
 
+class InvariantStep(Step):
+    """A pass in which a token's attention depends, to the last bit, on its sequence and its place in it alone: not on
+    rows beside it, nor on how many of its sequence's tokens are computed with it. Each token attends to whole buckets
+    of places, up to its own, by products of at least ``LEAST_ROWS`` rows."""
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        super().__init__(keys, values)
+        # tokens [sequences, n] in the flat list, the slots of the sequences, the places of the n tokens in each
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def prefill(self, start: int, rows: torch.Tensor, cached: int, length: int) -> None:
+        tokens = torch.arange(start, start + len(rows) * (length - cached)).unflatten(0, (len(rows), -1))
+        for first in range(cached - cached % BUCKET, length, BUCKET):
+            places = torch.arange(max(first, cached), min(first + BUCKET, length))
+            self._parts.append((tokens[:, places - cached], rows, places))
+
+    def decode(self, positions: torch.Tensor, lengths: np.ndarray[Any, Any], step: int) -> None:
+        for bucket in np.unique(lengths // BUCKET):
+            rows = torch.from_numpy(np.flatnonzero(lengths // BUCKET == bucket))
+            self._parts += [(rows.unsqueeze(1), rows, positions[rows].unsqueeze(1))]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        heads, tokens, dim = query.shape
+        groups = heads // key.shape[0]
+        query = (query * (dim**-0.5 if scale is None else scale)).unflatten(0, (-1, groups))
+        out = query.new_zeros(tokens, heads, dim)
+        for cache, new in ((self._keys[layer], key), (self._values[layer], value)):
+            for part, rows, places in self._parts:
+                cache[rows.unsqueeze(1), :, places.expand(part.shape)] = new[:, part].permute(1, 2, 0, 3)
+        for part, rows, places in self._parts:
+            width = (int(places.max()) // BUCKET + 1) * BUCKET
+            k, v = (cache[rows, :, :width].flatten(0, 1) for cache in (self._keys[layer], self._values[layer]))
+            k, v = (pad(x, (0, 0, 0, width - x.shape[1])) for x in (k, v))
+            n = groups * part.shape[1]
+            q = query[:, :, part].permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)
+            scores = torch.bmm(pad(q, (0, 0, 0, max(0, LEAST_ROWS - n))), k.transpose(1, 2))[:, :n]
+            hidden = torch.arange(width) > places.expand(part.shape).unsqueeze(-1)
+            weights = scores.reshape(len(rows), -1, groups, *hidden.shape[1:])
+            weights = weights.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).reshape(scores.shape)
+            attended = torch.bmm(pad(weights, (0, 0, 0, max(0, LEAST_ROWS - n))), v)[:, :n]
+            attended = attended.reshape(len(rows), heads, part.shape[1], dim)
+            out[part] = attended.transpose(1, 2)
+        return out
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -165,6 +217,7 @@ class SlotModel:
         max_total_tokens: int | None = None,
         prefix_cache: bool = True,
         capture: ExpertCapture | None = None,
+        deterministic: bool = False,
     ) -> None:
         config: Any = model.config
         if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
@@ -172,6 +225,8 @@ class SlotModel:
         self.model = model.eval()
         self.slots = slots
         self.prefix_cache = prefix_cache
+        self._step = InvariantStep if deterministic else Step
+        self._least = LEAST_ROWS if deterministic else 0
         self.active = 0
         layers = config.num_hidden_layers
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -216,6 +271,15 @@ class SlotModel:
             raise ConfigError(_REFUSED.format(type(self.model).__name__))
         self.release(0)
         self.flush()
+        if self._least:
+            beside = self.prefill([ids, ids[:3], ids[:5]][: self.slots]).logits[0]
+            if not torch.equal(beside, logits[0]):
+                name, threads = type(self.model).__name__, torch.get_num_threads()
+                why = f"logits of {name} depend on the batch here, with {threads} threads of torch {torch.__version__}"
+                raise ConfigError(f"deterministic answers: {why}; take one thread, or a model without experts")
+            while self.active:
+                self.release(0)
+            self.flush()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -292,7 +356,7 @@ class SlotModel:
         cached = [matches[same[i]][1] for i in range(count)]
         ids = torch.tensor([token for i in order for token in prompts[i][cached[i] :]])
         positions = torch.cat([torch.arange(cached[i], lengths[i]) for i in order])
-        step = Step(self._keys, self._values)
+        step = self._step(self._keys, self._values)
         start = 0
         for (n_cached, length), group in groupby(order, key=lambda i: (cached[i], lengths[i])):
             rows = torch.tensor([first + i for i in group])
@@ -330,7 +394,7 @@ class SlotModel:
         self._reserve(n, int(lengths.max()) + 1)
         self._ids[np.arange(n), lengths] = last_ids.numpy()
         positions = torch.from_numpy(lengths.copy())
-        step = Step(self._keys, self._values)
+        step = self._step(self._keys, self._values)
         step.decode(positions, lengths, _WIDTH_STEP)
         hidden = self._forward(last_ids, positions, step)
         if self._experts is not None and self._capture is not None:
@@ -339,13 +403,16 @@ class SlotModel:
         return self._logits(hidden)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        return self._base(
-            input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, slot_step=step
-        ).last_hidden_state[0]
+        n, missing = len(ids), (0, max(0, self._least - len(ids)))
+        ids, positions = pad(ids, missing).unsqueeze(0), pad(positions, missing).unsqueeze(0)
+        options: dict[str, Any] = {"use_cache": False, "slot_step": step}
+        return self._base(input_ids=ids, position_ids=positions, **options).last_hidden_state[0, :n]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, vocabulary] of ``hidden`` [tokens, hidden size]."""
         weight = self._head.weight
+        if self._least > len(hidden):
+            return self._logits(pad(hidden, (0, 0, 0, self._least - len(hidden))))[: len(hidden)]
         if len(hidden) == 1 or len(weight) <= _HEAD_CHUNK or getattr(self._head, "bias", None) is not None:
             return self._head(hidden).float()
         # in parts of the vocabulary, which stay in the cache: 20 to 30 % faster than one product

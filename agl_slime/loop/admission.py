@@ -19,10 +19,19 @@ class Admission:
     At most ``(step + max_staleness + 1) * batch_size`` groups are admitted in total, and never more than ``last_step``
     steps consume. Finished groups are trained on in the order of admission, unless taking one would push an unfinished
     group past the staleness limit; the admission limit guarantees that this wait ends with the unfinished group. A
-    resumed run may admit groups out of the order of their numbers, as it draws dropped tasks again.
+    resumed run may admit groups out of the order of their numbers, as it draws dropped tasks again. With ``in_order``
+    no finished group is taken before an unfinished older one.
     """
 
-    def __init__(self, *, batch_size: int, max_staleness: int, step: int = 0, last_step: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_staleness: int,
+        step: int = 0,
+        last_step: int | None = None,
+        in_order: bool = False,
+    ) -> None:
         self.step = step
         """Training steps that the current weights have seen; never decreases."""
         self.taken = step * batch_size
@@ -30,6 +39,7 @@ class Admission:
         self.batch: dict[int, int] = {}
         """The groups taken last, each with its admission step."""
         self._batch_size, self._max_staleness, self._last_step = batch_size, max_staleness, last_step
+        self._in_order = in_order
         self._in_flight: dict[int, int] = {}  # admission step of each group
         self._ended: dict[int, int] = {}
 
@@ -49,6 +59,9 @@ class Admission:
     @property
     def available(self) -> int:
         """The number of finished groups that may be trained on now."""
+        if self._in_order:
+            order = _by_age({**self._in_flight, **self._ended})
+            return next((place for place, number in enumerate(order) if number in self._in_flight), len(order))
         available = len(self._ended)
         for older, number in enumerate(_by_age(self._in_flight)):
             # this group must be taken as number ``latest`` at most, after ``older`` unfinished groups

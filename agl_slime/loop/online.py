@@ -300,6 +300,10 @@ class OnlineRLLoop:
         began = time.monotonic()
         self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
         metrics = await self._step("training", self._train_fn(iteration), iteration) or {}
+        if self.settings.deterministic:  # an update in the middle of an answer would come at another token each time
+            await self._schedule.drain()
+            if self._validations is not None:
+                await self._validations.settle()
         self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
         syncing, idle_before_s = time.monotonic(), self._schedule.idle_s
         version = None

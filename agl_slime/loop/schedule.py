@@ -56,6 +56,7 @@ class Schedule:
             max_staleness=settings.max_staleness,
             step=start.iteration,
             last_step=settings.num_iterations,
+            in_order=settings.deterministic,
         )
         self._restored = dict(start.admitted)  # admission steps from before the restart
         self._ended: dict[int, GroupResult] = {}
@@ -117,12 +118,19 @@ class Schedule:
         ages = zip(groups, self._admission.batch.items(), strict=True)
         self._taken = {str(number): step for group, (number, step) in ages if group.ready}
         self._dropped = [number for number in self._dropped if number in self._ended]
-        if self._ahead:
-            self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
+        self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
+        if not self._ahead:
+            self._data_source.reserve(None)  # in the order of draw, without a limit
         groups += self._replaced
         self._replaced = []
         self._any_succeeded = any(group.succeeded for group in self._ended.values())
         return groups
+
+    async def drain(self) -> None:
+        """Wait until no training rollout is in flight."""
+        while self._admission.in_flight or (self._filling is not None and not self._filling.done()):
+            self._changed.clear()
+            await self._health.wait(self._changed.wait())
 
     def reject(self) -> None:
         """Discard the current batch without training on it; the next ``collect`` returns another for the same step."""

@@ -42,6 +42,10 @@ class LoopSettings:
     """Most weight versions that tokens may be behind the policy that trains on them. 0 is synchronous training; above 0
     it is asynchronous: rollouts continue while a batch is trained on, within that limit, and a training function must
     take each batch whole."""
+    deterministic: bool = False
+    """Two runs with one seed are equal to the last bit, also when they are asynchronous, or killed and resumed: weights
+    are updated when no rollout is in flight, batches are in the order of draw, and the embedded engine computes each
+    answer as if it were alone, with one thread (docs/deterministic.md)."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
 

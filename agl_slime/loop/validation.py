@@ -82,6 +82,11 @@ class Validations:
             self._begin(iteration)
         return metrics
 
+    async def settle(self) -> None:
+        """Wait until the running validation ends."""
+        if self._running is not None:
+            await asyncio.wait({self._running})
+
     def cancel(self) -> None:
         if self._running is not None:
             self._running.cancel()
@@ -136,6 +141,5 @@ class Validations:
         return metrics
 
     async def _end(self) -> dict[str, Any]:
-        if self._running is not None:
-            await asyncio.wait({self._running})
+        await self.settle()
         return self._ended()

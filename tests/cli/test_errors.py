@@ -76,7 +76,6 @@ SILENT = "--agent cli_agents:Silent"
         ("--num-iterations 0", "--num-iterations must be at least 1, got 0"),
         ("--local.lr -1", "lr must be above 0, got -1.0"),
         ("--trainer tpu", "'tpu'"),
-        ("--trainer \x1b[2J", "'\\x1b[2J'"),
         (
             "--sglang-kye SECRET",
             "error: there is no flag --sglang-kye; the nearest is --sglang-url, and train.py",
@@ -167,7 +166,7 @@ def test_a_servers_port_that_is_taken_is_one_sentence(
         ),
     ],
 )
-def test_a_server_refuses_an_address_that_no_request_could_use(
+def test_an_address_no_request_could_use_is_refused_at_the_start(
     flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("config.json").write_text("{}")

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agl_slime.engine.requests import parse_generate
 from agl_slime.errors import ConfigError, EngineError
 from tests.engine.engines import Requests, load_model, running_engine
+from tests.harness.examples import examples
 
 
 @pytest.fixture
@@ -186,3 +189,27 @@ def test_a_seed_gives_one_answer_alone_in_a_crowd_and_resumed(requests: Requests
     assert answer([5, 6, 7], 4) != whole != answer([5, 6, 7], None)
     body = {"input_ids": [5, 6, 7], "sampling_params": {"sampling_seed": 2, "n": 2}}
     assert [request.seed for request in parse_generate(body, encode=lambda _: [])[0]] == [2, 3]
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(data=st.data())
+def test_deterministic_logits_depend_on_the_sequence_alone(policy_dir: Path, data: st.DataObject) -> None:
+    """To the last bit: alone, beside others, after a prefix from the cache, and with tokens decoded or prefilled."""
+    import torch
+
+    from agl_slime.engine.slots import SlotModel
+
+    token = st.integers(0, 400)
+    prompt = data.draw(st.lists(token, min_size=2, max_size=150), label="prompt")
+    others = data.draw(st.lists(st.lists(token, min_size=1, max_size=90), max_size=5), label="others")
+    decoded = data.draw(st.integers(0, min(20, len(prompt) - 1)), label="decoded")
+    model = SlotModel(load_model(policy_dir), slots=8, context=512, deterministic=True)
+    expected = model.prefill([prompt]).logits[0]
+    model.release(0)
+    if data.draw(st.booleans(), label="forget the prefix"):
+        model.flush()
+    cut = len(prompt) - decoded
+    logits = model.prefill([*others, prompt[:cut]]).logits[-1]
+    for following in prompt[cut:]:
+        logits = model.decode(torch.tensor([*[3] * len(others), following]))[-1]
+    assert torch.equal(logits, expected)

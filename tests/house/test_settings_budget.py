@@ -21,7 +21,7 @@ IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingPar
 ARE_OF_OTHERS = ("gateway/agl1/schemas.py", "tools/forensics/formulas.py")  # Agent Lightning 1.0's names, and slime's
 MOST_FIELDS = 283
 MOST_CLASSES = 23
-MOST_FLAGS = 63  # without --config and the local trainer's
+MOST_FLAGS = 64  # without --config and the local trainer's
 MOST_LOCAL_FLAGS = 28
 # One word for several things: addresses of several servers, Pythons of several programs, ms-swift's names of SGLang's
 # parameters, the rooms' settings in the tree.

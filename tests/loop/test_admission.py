@@ -155,3 +155,45 @@ def test_redrawn_task_does_not_push_an_older_group_past_staleness() -> None:
         admission.advance()
         assert not admission.late()
     assert taken == [34, 30, 35]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    batch_size=st.integers(1, 6),
+    max_staleness=st.integers(0, 3),
+    seeds=st.tuples(*[st.integers(0, 2**32)] * 2),
+    lost=st.frozensets(st.integers(0, 80), max_size=12),
+)
+def test_batches_in_order_depend_on_no_latency(
+    batch_size: int, max_staleness: int, seeds: tuple[int, int], lost: frozenset[int]
+) -> None:
+    """Weights change when nothing is in flight; the ``lost`` groups are replaced, whenever they end."""
+
+    def batches(rng: random.Random) -> list[list[tuple[int, int]]]:
+        limits = {"batch_size": batch_size, "max_staleness": max_staleness, "last_step": 8}
+        admission, taken, in_flight, drawn = Admission(**limits, in_order=True), [], set[int](), 0
+
+        def end_one() -> None:
+            nonlocal drawn
+            while admission.free > 0:
+                admission.admit(drawn)
+                in_flight.add(drawn)
+                drawn += 1
+            number = rng.choice(sorted(in_flight))
+            in_flight.remove(number)
+            admission.end(number)
+            if number in lost:
+                admission.replace(number)
+
+        for step in range(8):
+            while admission.take() is None:
+                end_one()
+            taken.append([*admission.batch.items()])
+            while admission.free > 0 or in_flight:
+                end_one()
+            assert min(admitted for _, admitted in taken[-1]) >= step - max_staleness
+            admission.advance()
+        return taken
+
+    first, second = (batches(random.Random(seed)) for seed in seeds)
+    assert first == second

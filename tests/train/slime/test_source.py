@@ -234,7 +234,7 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         *(("group_max_retries", 2), ("group_timeout_s", 60)),
     ],
 )
-async def test_generate_refuses_a_setting_of_the_data_source(
+async def test_data_source_settings_are_refused_where_slime_groups_prompts(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

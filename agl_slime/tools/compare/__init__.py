@@ -1,0 +1,1 @@
+"""``agl-slime compare``: the first place in which two runs that should be equal are not."""
