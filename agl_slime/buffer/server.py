@@ -158,8 +158,8 @@ def _gate(settings: BufferSettings) -> Middleware:
     return gate
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``agl-slime buffer``: serve until SIGINT or SIGTERM; returns the exit code."""
+def main(arguments: Sequence[str]) -> None:
+    """``agl-slime buffer``: serve until SIGINT or SIGTERM."""
     args = list(arguments)
     token = os.environ.get("AGL_SLIME_BUFFER_TOKEN")
     if token and not any(argument.split("=")[0] == "--token" for argument in args):
@@ -167,7 +167,6 @@ def main(arguments: Sequence[str]) -> int:
     settings = parse_flags(BufferSettings, prog="agl-slime buffer", arguments=args)
     log_to_stderr(logging.INFO, "%(message)s")
     asyncio.run(_serve(settings))
-    return 0
 
 
 async def _serve(settings: BufferSettings) -> None:

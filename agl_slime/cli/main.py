@@ -67,7 +67,7 @@ COMMANDS = {
 function ``main`` takes the arguments, and the parameters of another one are the flags; a coroutine runs until a
 signal. Packages add theirs as entry points of the group ``agl_slime.commands``."""
 
-_SERVERS = ("buffer", "gateway", "record")  # handle signals themselves, and return an exit code
+_SERVERS = ("buffer", "gateway", "record")  # handle signals themselves
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from agl_slime.runner.process import configure_worker_process
 
             configure_worker_process()
-            return _call(command, rest)
+            _call(command, rest)
+            return 0
         except BrokenPipeError:
             raise
         except Exception as error:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
 from agl_slime.errors import SettingError
 
-_KINDS: dict[str, tuple[type, str]] = {"int": (Integral, "an integer"), "float": (Real, "a number")}
+_KINDS: dict[str, tuple[Any, str]] = {"int": (Integral, "an integer"), "float": (Real, "a number")}
+_KINDS |= {
+    "bool": (bool, "True or False"),
+    "Mapping": (Mapping, "a dict"),
+    "Sequence": ((list, tuple), "a list or tuple"),
+}
 
 
 def check_ranges(
@@ -19,7 +24,7 @@ def check_ranges(
     """Raise ``SettingError`` for the first field of ``settings`` out of its range.
 
     A range is (field names separated by spaces, predicate, the range in words). A predicate must be false for NaN.
-    ``None``, "not set", is allowed where the field's annotation has it; an ``int`` or ``float`` must be one. ``named``
+    ``None``, "not set", is allowed where the field's annotation has it; an annotated type is checked first. ``named``
     turns a field's name into the user's name for it, such as a flag.
     """
     for names, is_valid, words in ranges:
@@ -27,8 +32,8 @@ def check_ranges(
             value, annotation = getattr(settings, name), _annotation(type(settings), name)
             if value is None and ("None" in annotation or not annotation):
                 continue
-            kind, kind_words = _KINDS.get(annotation.partition(" ")[0], (object, ""))
-            if not isinstance(value, kind) or (kind_words and isinstance(value, bool)):
+            kind, kind_words = _KINDS.get(annotation.partition(" ")[0].partition("[")[0], (object, ""))
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
                 raise SettingError(named(name), f"must be {kind_words}, got {value!r:.80}")
             if not is_valid(value):
                 raise SettingError(named(name), f"must be {words}, got {value!r:.80}")

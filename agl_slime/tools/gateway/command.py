@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,6 @@ async def serve_until(ended: asyncio.Event, *, model: str) -> None:
         loading.result()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
-    return run_server(lambda: _serve(parse_flags(GatewayCommand, prog="agl-slime gateway", arguments=arguments)))
-
-
-def run_server(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    asyncio.run(serve())
-    return 0
+def main(arguments: Sequence[str]) -> None:
+    """``agl-slime gateway``: serve until SIGINT or SIGTERM."""
+    asyncio.run(_serve(parse_flags(GatewayCommand, prog="agl-slime gateway", arguments=arguments)))

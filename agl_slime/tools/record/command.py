@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from agl_slime.support.files import sole_owner
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
-from agl_slime.tools.gateway.command import ServingCommand, run_server, serve_until
+from agl_slime.tools.gateway.command import ServingCommand, serve_until
 from agl_slime.tools.record.recorder import RecordGateway
 
 
@@ -44,6 +45,6 @@ async def _record(command: RecordCommand) -> None:
         await serve_until(ended, model=llm.model)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code."""
-    return run_server(lambda: _record(parse_flags(RecordCommand, prog="agl-slime record", arguments=arguments)))
+def main(arguments: Sequence[str]) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    asyncio.run(_record(parse_flags(RecordCommand, prog="agl-slime record", arguments=arguments)))
