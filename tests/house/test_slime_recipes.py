@@ -1,9 +1,8 @@
-"""Recipes of ``examples/slime`` as they stand, on a CPU: slime's script, Ray, manager and weight updates are real, our
-trainer is in Megatron's place."""
+"""Recipes of ``examples/slime`` as they stand, on a CPU: slime's script, Ray, manager, Megatron actors and updates of
+weights are real."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -19,7 +18,10 @@ from pathlib import Path
 import pytest
 
 from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.report.read import RunReader
+from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.guard import guarded
+from tests.harness.megatron import require_megatron
 from tests.harness.routers import sglang_router
 from tests.harness.servers import free_port
 from tests.harness.slime_programs import environment, require_slime, run_guarded
@@ -37,7 +39,7 @@ def run_recipe(script: str, root: Path, work: Path, policy: Path, **extra: str) 
     flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
     with EmbeddedEngine(policy) as engine, sglang_router() as router:
         settings = variables(root, work, policy) | {"ENGINE": engine.url, "ROUTER": router, "WORK": str(work)}
-        settings |= {"EVAL_DATA": "", "GPU_ARGS": ONE_GPU, "JOB_ENV": HERE}
+        settings |= {"MODEL_TORCH_DIST": str(policy), "EVAL_DATA": "", "GPU_ARGS": ONE_GPU, "JOB_ENV": HERE}
         env = {**environment(root), **settings, "PATH": path_with(path), **extra}
         code, output = run_guarded([RECIPES / script, *flags], timeout_s=240, env=env)
     assert code == 0, output[-6000:]
@@ -48,21 +50,24 @@ def path_with(programs: Path) -> str:
     return os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
-def judge(work: Path) -> None:
-    steps = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [0, 1, 2]
-    assert [step["version"] for step in steps] == [1, 2, 3]
-    assert all(step["train/samples"] == 32 and step["train/logprob_diff_max"] < 1e-4 for step in steps)
+def judge(work: Path, policy: Path) -> None:
+    page = RunReader(work / "dump", SlimeRuns(policy)).update()
+    assert page is not None
+    assert page["metrics"]["iteration"] == [0, 1, 2]
+    assert max(page["metrics"]["columns"]["train/logprob_diff_max"]) < 1e-5  # each update reached the engine
+    assert [page["words"][word] for word in page["members"]["outcome"]] == ["trained"] * 3 * 32
     assert (work / "saved" / "rollout" / "agl_datasource_2.json").is_file()
     assert (work / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 @pytest.mark.slime
 @pytest.mark.ray
+@pytest.mark.megatron
 def test_one_machine_trains_by_the_launch_script(policy_dir: Path, tmp_path: Path):
-    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    require_megatron()
+    root = require_slime()
     output = run_recipe("run_agent.sh", root, tmp_path, policy_dir)
-    judge(tmp_path)
+    judge(tmp_path, policy_dir)
     assert "rollout 2 (" in output  # the line of log_rollout that the page promises
 
 
@@ -107,11 +112,13 @@ def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.slime
 @pytest.mark.ray
+@pytest.mark.megatron
 def test_two_nodes_train_by_a_job_with_a_runtime_environment(policy_dir: Path, tmp_path: Path):
-    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    require_megatron()
+    root = require_slime()
     with two_ray_nodes(root, tmp_path) as extra:
         output = run_recipe("run_agent_nodes.sh", root, tmp_path, policy_dir, **extra)
-        judge(tmp_path)
+        judge(tmp_path, policy_dir)
         assert "succeeded" in output
         wrong = extra | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PATH": path_with(tmp_path / "bin")}
         refused = subprocess.run(

@@ -1,7 +1,7 @@
 """A train actor that steps our local trainer in slime's loop on a CPU.
 
-This is Megatron's place in the system; everything around it (Ray, placement groups, the manager, the weight update) is
-slime's own.
+This is Megatron's place in slime v0.3.1, whose Megatron runs on GPUs only, and where hosts are small; everything around
+it (Ray, placement groups, the manager, the weight update) is slime's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from slime.ray.train_actor import TrainRayActor
 
 from agl_slime.tools.rehearse.actor import register_cpu
@@ -40,59 +39,25 @@ class CpuTrainActor(TrainRayActor):
             temperature=args.rollout_temperature,
         )
         self.version = 0
-        latest = Path(args.load or "") / "latest_checkpointed_iteration.txt"  # Megatron's name
-        if not latest.is_file():
-            return 0
-        self.trainer.load(Path(args.load) / f"iter_{int(latest.read_text()):07d}")
-        return int(latest.read_text()) + 1
+        return 0
 
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> None:
         data: Any = ray.get(rollout_data_ref[self._rank].inner)
         batch = {name: _per_sample(value) for name, value in data.items()}
         metrics = self.trainer.train(_samples(batch), iteration=rollout_id)
-        if self.args.save_debug_train_data is not None:
-            self._dump(rollout_id, data)
         raw_rewards = [batch["raw_reward"][position] for position in batch["partition"]]
         reward = sum(raw_rewards) / len(raw_rewards)
         with open(self.args.agl_metrics, "a") as lines:
             lines.write(json.dumps({"step": rollout_id, "reward": reward, "version": self.version, **metrics}) + "\n")
-
-    def _dump(self, rollout_id: int, data: dict[str, Any]) -> None:
-        """The train data as slime's ``save_debug_train_data`` writes it, which asks Megatron for its ranks."""
-        masks = [torch.as_tensor(mask).bool() for mask in data["loss_masks"]]
-        scores = self.trainer.scores
-        assert scores is not None
-        columns: dict[str, list[torch.Tensor]] = {"log_probs": [], "advantages": []}
-        for name, column in columns.items():
-            for mask, values in zip(masks, getattr(scores, name), strict=True):
-                column.append(torch.zeros(len(mask)).masked_scatter(mask, torch.as_tensor(values)))
-        whole = {**data, **columns}
-        try:
-            from slime.observability import train_data_utils as utils
-        except ModuleNotFoundError:  # v0.3.1
-            payload = {"rollout_id": rollout_id, "rank": 0, "rollout_data": whole}
-        else:
-            whole = utils.restore_context_parallel_fields_to_cpu(whole, lambda value, *_: value, keep_restored=True)
-            shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": whole}
-            payload = utils._build_dump_payload([shard], rollout_id=rollout_id, writer_rank=0)
-        path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=0))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(payload, path)
 
     def update_weights(self) -> None:
         # the group of actors then has every engine load this directory: pause, flush, update, continue
         self.version += 1
         self.trainer.save_weights(Path(self.args.update_weight_disk_dir) / f"weight_v{self.version:06d}")
 
-    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        self.trainer.save(Path(self.args.save) / f"iter_{rollout_id:07d}")
-        (Path(self.args.save) / "latest_checkpointed_iteration.txt").write_text(str(rollout_id))
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def clear_memory(self) -> None: ...
-
-    def sleep(self, tags: Any = None) -> None: ...
-
-    def wake_up(self, tags: Any = None) -> None: ...
+    save_model = clear_memory = sleep = wake_up = _nothing
 
     def _get_parallel_config(self) -> dict[str, int]:
         return {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}

@@ -1,4 +1,4 @@
-"""A launch script's command line run on a CPU: slime's script as it stands, with our trainer in Megatron's place.
+"""A launch script's command line run on a CPU: slime's script as it stands, with its Megatron actors.
 
     python -m tests.programs.slime.launched SCRIPT FLAGS...
 
@@ -16,29 +16,35 @@ from urllib.parse import urlsplit
 
 import ray
 
+from agl_slime.tools.rehearse.megatron.__main__ import prepare
+from agl_slime.tools.rehearse.megatron.cuda import VARIABLES
 from tests.programs.slime.common import as_flags, start_ray, weights_by_disk
 from tests.programs.slime.loop import slimes_script
 
+SETUP = "agl_slime.tools.rehearse.actor.register_worker"
+
 
 def main(script: str, flags: list[str]) -> None:
+    prepare()
     from slime.utils.arguments import parse_args
 
-    from tests.programs.slime.cpu import CpuTrainActor, register_cpu
+    from agl_slime.tools.rehearse.megatron.actor import MegatronTrainRayActor
 
-    register_cpu()
     work, router = Path(os.environ["WORK"]), urlsplit(os.environ["ROUTER"])
     ours = weights_by_disk(work) | {"sglang-router-ip": "127.0.0.1", "sglang-router-port": router.port}
     ours |= {"rollout-external-engine-addrs": os.environ["ENGINE"].removeprefix("http://")}
+    ours |= {"dump-details": work / "dump", "make-vocab-size-divisible-by": 1}
     sys.argv = [script, *flags, *as_flags(ours)]
     args = parse_args()
-    args.agl_metrics = str(work / "metrics.jsonl")
     module = slimes_script(Path(script).stem)
-    module.create_training_models = functools.partial(module.create_training_models, actor_cls=CpuTrainActor)
-    setup = "tests.programs.slime.cpu.register_cpu"
+    create = module.create_training_models
+    module.create_training_models = functools.partial(create, actor_cls=MegatronTrainRayActor)
     if "RAY_ADDRESS" in os.environ:
-        ray.init(runtime_env={"worker_process_setup_hook": setup})
+        os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # the job has a path of its own
+        variables = {name: os.environ[name] for name in ("PYTHONPATH", *VARIABLES)}
+        ray.init(runtime_env={"worker_process_setup_hook": SETUP, "env_vars": variables})
     else:
-        start_ray(num_gpus=1, setup_hook=setup)
+        start_ray(num_gpus=1, setup_hook=SETUP)
     try:
         module.train(args)
     finally:

@@ -70,7 +70,8 @@ def run(
         flags |= {"rollout-temperature": 1.0, "update-weight-disk-keep-files": ""}
         flags |= {"rollout-external-engine-addrs": " ".join(url.removeprefix("http://") for url in engines)}
         flags |= {"sglang-router-ip": host, "sglang-router-port": address.rpartition(":")[2]}
-        flags |= {"save": directory / "checkpoint", "save-interval": steps, "dump-details": directory / "dump"}
+        dumps = directory / "dump" / "rollout_data" / "{rollout_id}.pt"
+        flags |= {"save": directory / "checkpoint", "save-interval": steps, "save-debug-rollout-data": dumps}
         flags |= {"custom-eval-rollout-log-function-path": "tests.programs.slime.loop.log_eval"}
         tasks = str(write_tasks(directory / "tasks.jsonl", 4000))
         config: dict[str, Any] = {"agl_agent": "agl_slime.cli.demo.agent:LookupAgent", "agl_tasks": tasks}

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 
-from agl_slime.report.read import RunReader
-from agl_slime.tools.forensics.replay_slime import replay_dump
-from agl_slime.tools.forensics.steps import ReplayConfig
-from agl_slime.tools.slime_dumps.runs import SlimeRuns
-from tests.harness.report_runs import floats
 from tests.harness.slime_programs import require_slime, run_program
 
 STEPS = 12
@@ -27,42 +20,6 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     result = run_program(root, "loop", tmp_path, loop, str(STEPS), "embedded", timeout_s=420)
     _judge(result, loop)
-    if loop == "train" and (root / "slime" / "observability").is_dir():
-        _report_shows(tmp_path / "dump", tmp_path / "policy", result["rewards"])
-        _replay_agrees(tmp_path / "dump", tmp_path / "weights" / f"weight_v{STEPS:06d}")
-
-
-def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
-    """slime's dump is on our page: each step with its reward, every rollout with both log-probs."""
-    reader = RunReader(dump, SlimeRuns(policy))
-    page = reader.update()
-    assert page is not None
-    columns = page["metrics"]["columns"]
-    assert page["metrics"]["iteration"] == list(range(STEPS))
-    assert [round(mean, 3) for mean in columns["rollout/reward_mean"]] == rewards
-    assert max(columns["train/logprob_diff_max"]) < 1e-4
-    assert columns["val/reward_mean"][-1] is not None
-    assert {page["words"][word] for word in page["members"]["outcome"]} == {"trained"}
-    assert page["damage"] == []
-    assert any("settings" in sentence for sentence in page["absent"])  # slime does not write them
-    rollout = json.loads(reader.rollout(page["kept"][-1]) or b"")
-    (sample,) = rollout["samples"]
-    engine, trainer = (floats(sample[f"{name}_log_probs"]) for name in ("engine", "trainer"))
-    assert np.isfinite(engine).sum() == rollout["tokens"] > 0
-    np.testing.assert_allclose(trainer, engine, atol=1e-4)
-    assert {"assistant", "environment"} <= {message["role"] for message in rollout["messages"]}
-
-
-def _replay_agrees(dump: Path, weights: Path) -> None:
-    """The last step from its dump and the weights that were pushed before it."""
-    result = replay_dump(ReplayConfig(run_dir=dump, step=STEPS - 1, model=weights))
-    apart = {comparison.name: comparison.difference for comparison in result.comparisons}
-    assert result.rule.std
-    for name in ("rewards", "normalized rewards", "advantages", "the engine's log-probs"):
-        assert apart[name] == pytest.approx(0.0, abs=1e-5), name
-    assert apart["the checkpoint's log-probs"] == pytest.approx(0.0, abs=1e-4)
-    assert apart["returns"] is None  # our trainer in Megatron's place has none
-    assert result.computed["train/grad_norm"] > 0
 
 
 @pytest.mark.slime
@@ -98,7 +55,7 @@ def _judge(result: dict[str, Any], loop: str) -> None:
     # one weight update before the first batch and one after each; every engine reports the last
     assert result["versions"] == [str(STEPS + 1)]
     assert len(result["weights"]) == STEPS + 1
-    assert {f"iter_{STEPS - 1:07d}", "rollout"} <= set(result["checkpoint"])
+    assert "rollout" in result["checkpoint"]
     if loop == "train":  # on-policy: the trainer's log-probs are the engine's
         assert max(result["logprob_diff_max"]) < 1e-4
     _judge_evals(result["evals"])

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,21 +25,37 @@ from agl_slime.tools.rehearse.megatron.sources import Sources
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.guard import guarded_child
 from tests.harness.megatron import command, require_megatron, train_by_megatron
+from tests.harness.report_runs import floats
 from tests.harness.slime_programs import start_guarded
 from tests.harness.waiting import becomes_true
 
 STEPS = 3
+AGENT = "agl_agent: agl_slime.cli.demo.agent:LookupAgent\n"
 
 
 @pytest.mark.slime
 @pytest.mark.ray
 @pytest.mark.megatron
 def test_three_steps_agree_with_the_engine_and_with_replay(tmp_path: Path):
-    output = train_by_megatron(tmp_path, "--num-rollout", STEPS, "--update-weight-disk-keep-files")
-    page = RunReader(tmp_path, SlimeRuns(LOOKUP_POLICY)).update()
+    (settings := tmp_path / "settings.yaml").write_text(f"{AGENT}eval_interval: {STEPS}\nagl_eval_rollouts: 8\n")
+    flags = ["--num-rollout", STEPS, "--update-weight-disk-keep-files", "--custom-config-path", settings]
+    output = train_by_megatron(tmp_path, *flags)
+    reader = RunReader(tmp_path, SlimeRuns(LOOKUP_POLICY))
+    page = reader.update()
     assert page is not None
     columns = page["metrics"]["columns"]
     assert len(columns["rollout/reward_mean"]) == STEPS
+    assert columns["val/reward_mean"][-1] is not None
+    assert {page["words"][word] for word in page["members"]["outcome"]} == {"trained"}
+    assert page["damage"] == []
+    assert any("settings" in sentence for sentence in page["absent"])  # slime does not write them
+    rollouts = [json.loads(reader.rollout(name) or b"") for name in page["kept"]]
+    rollout = max(rollouts, key=lambda rollout: rollout["tokens"])
+    (sample,) = rollout["samples"]
+    engine, trainer = (floats(sample[f"{name}_log_probs"]) for name in ("engine", "trainer"))
+    assert np.isfinite(engine).sum() == rollout["tokens"] > 0
+    np.testing.assert_allclose(trainer, engine, atol=1e-5)
+    assert {"assistant", "environment"} <= {message["role"] for message in rollout["messages"]}
     # the engine has each update's weights: its log-probs are those that Megatron computes
     assert max(columns["train/logprob_diff_max"]) < 1e-5
     assert len([*(tmp_path / "weights").iterdir()]) == STEPS + 1
@@ -46,9 +63,11 @@ def test_three_steps_agree_with_the_engine_and_with_replay(tmp_path: Path):
     for step in range(STEPS):
         logged = dict(re.findall(r"'(train/\w+)': ([-\w.]+)", steps[step]))
         weights = tmp_path / "weights" / f"weight_v{step + 1:06d}"
-        computed = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights)).computed
+        result = replay_dump(ReplayConfig(run_dir=tmp_path, step=step, model=weights))
+        apart = {comparison.name: comparison.difference for comparison in result.comparisons}
+        assert apart == pytest.approx(dict.fromkeys(apart, 0.0), abs=1e-5)
         for name in ("train/loss", "train/grad_norm"):
-            assert computed[name] == pytest.approx(float(logged[name]), abs=1e-5), name
+            assert result.computed[name] == pytest.approx(float(logged[name]), abs=1e-5), name
 
 
 @pytest.mark.slime
@@ -60,7 +79,7 @@ def test_each_task_is_trained_once_after_a_kill_and_past_the_end(script: str, tm
     keys = [first + second for first in "bdfgkm" for second in "pqrs"]
     tasks, settings, saved = (tmp_path / name for name in ("tasks.jsonl", "settings.yaml", "saved"))
     tasks.write_text("".join(json.dumps({"key": key, "answer": "7"}) + "\n" for key in keys))
-    settings.write_text(f"agl_agent: agl_slime.cli.demo.agent:LookupAgent\nagl_tasks: {tasks}\n")
+    settings.write_text(f"{AGENT}agl_tasks: {tasks}\n")
     flags: list[object] = ["--custom-config-path", settings, "--rollout-batch-size", 4, "--global-batch-size", 16]
     flags += ["--save", saved, "--load", saved, "--save-interval", 2, "--update-weight-disk-keep-files"]
 

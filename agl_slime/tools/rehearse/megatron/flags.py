@@ -28,22 +28,27 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
 
 
+def train_flags(model: Path, directory: Path) -> list[str]:
+    """Optimizer, start and pushes of a model; weights go to the engines by disk, into ``directory``."""
+    flags: dict[str, object] = {"ref-load": model, "advantage-estimator": "grpo", "micro-batch-size": 1}
+    flags |= {"optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1, "adam-beta2": 0.98}
+    flags |= {"attention-dropout": 0, "hidden-dropout": 0, "make-vocab-size-divisible-by": 1}
+    flags |= {"update-weight-mode": "full", "update-weight-transport": "disk"}
+    flags |= {"update-weight-disk-dir": directory / "weights", "dump-details": directory}
+    return [*model_flags(model), *as_flags(flags)]
+
+
 def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
-    """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``. Weights go to the
-    engines by disk."""
-    flags: dict[str, object] = {"hf-checkpoint": model, "ref-load": model, "custom-config-path": settings}
+    """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``."""
+    flags: dict[str, object] = {"hf-checkpoint": model, "custom-config-path": settings}
     flags |= {
         "data-source-path": "agl_slime.AGLDataSource",
         "custom-rollout-log-function-path": f"{_HOOKS}.log_rollout",
     }
     flags |= dict.fromkeys(("rollout-function-path", "eval-function-path"), f"{_HOOKS}.generate_rollout")
     flags |= {"custom-reward-post-process-path": f"{_HOOKS}.normalize_rewards"}
-    flags |= {"advantage-estimator": "grpo", "num-rollout": 8, "rollout-batch-size": 8, "n-samples-per-prompt": 4}
-    flags |= {"global-batch-size": 32, "micro-batch-size": 1, "rollout-max-response-len": 48, "rollout-temperature": 1}
+    flags |= {"num-rollout": 8, "rollout-batch-size": 8, "n-samples-per-prompt": 4, "global-batch-size": 32}
+    flags |= {"rollout-max-response-len": 48, "rollout-temperature": 1}
+    flags |= {"override-opt_param-scheduler": ""}  # for a resume with more steps
     flags |= dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "num-gpus-per-node"), 1)
-    flags |= {"optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1, "adam-beta2": 0.98}
-    flags |= {"override-opt_param-scheduler": ""}  # of a resume with more steps
-    flags |= {"attention-dropout": 0, "hidden-dropout": 0, "make-vocab-size-divisible-by": 1}
-    flags |= {"update-weight-mode": "full", "update-weight-transport": "disk"}
-    flags |= {"update-weight-disk-dir": directory / "weights", "dump-details": directory}
-    return [*model_flags(model), *as_flags(flags)]
+    return [*train_flags(model, directory), *as_flags(flags)]
