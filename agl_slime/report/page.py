@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.read import Convert, RunReader, columns, find_runs, group_columns, no_other_runs
+from agl_slime.report.read import Convert, RunReader, columns, distinct_names, find_runs, group_columns, no_other_runs
 from agl_slime.report.records import parse
+from agl_slime.report.summary import headline, sum_up
 from agl_slime.support.files import output_of, write_file
 from agl_slime.support.http import json_bytes
 
@@ -74,16 +75,18 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
 
 
 def run_data(reader: RunReader) -> dict[str, Any] | None:
-    """The news of a run (``RunReader.update``) with all its alarms."""
+    """The news of a run (``RunReader.update``) with its result and all its alarms."""
     if (news := reader.update()) is not None:
         news["alarms"] = [asdict(alarm) for alarm in find_alarms(reader.metrics, reader.groups)]
+        news["headline"] = headline(sum_up(reader.metrics), alarms=len(news["alarms"]))
     return news
 
 
 def write_report(paths: Sequence[Path], output: Path | None = None, convert: Convert = no_other_runs) -> Path:
     """Write the page of the runs at or below ``paths`` and return its path, by default ``report.html`` in the first of
     ``paths``."""
-    readers = [RunReader(run, convert) for path in paths for run in find_runs(path, convert)]
+    found = [run for path in paths for run in find_runs(path, convert)]
+    readers = [RunReader(run, convert, name=name) for run, name in zip(found, distinct_names(found), strict=True)]
     target = output or paths[0] / "report.html"
     runs = [run_data(reader) or {} for reader in readers]
     most = MOST_BYTES - len(page(title="", live=False).encode())

@@ -77,8 +77,9 @@ class RunReader:
     """The data of one run for the page. ``update`` returns the news since the last call; ``convert`` reads runs of
     other programs."""
 
-    def __init__(self, path: str | os.PathLike[str], convert: Convert = no_other_runs) -> None:
+    def __init__(self, path: str | os.PathLike[str], convert: Convert = no_other_runs, *, name: str = "") -> None:
         self.path = Path(path)
+        self.name = name or self.path.resolve().name
         self._converted = None if is_run(self.path) else convert(self.path)
         if self._converted is None and not is_run(self.path):
             raise ConfigError(f"{self.path} holds no run: neither config.json nor metrics.jsonl is there")
@@ -115,12 +116,12 @@ class RunReader:
         self.kept_rollouts |= kept_lines
         state, damage = read_state(self.run), self.damage()
         absent = [] if self._converted is None else self._converted.absent()
-        status = (state, damage, absent, self.run.summary.exists())
+        status = (self.name, state, damage, absent, self.run.summary.exists())
         if not reset and status == self._last_status and not (metrics or groups or kept_lines):
             return None
         self._last_status = status
         return {
-            "name": self.path.resolve().name,
+            "name": self.name,
             "reset": reset,
             "state": {"word": state.word, "text": state.text},
             "damage": damage,
@@ -174,6 +175,19 @@ def find_runs(path: Path, convert: Convert = no_other_runs) -> list[Path]:
     if not below:
         raise ConfigError(f"{path} holds no run, nor does a directory below it: give the --output-dir of a run")
     return below
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The folder of each path, with its parents as far as another path ends in the same folders."""
+    ends = [path.resolve().parts for path in paths]
+
+    def name(parts: tuple[str, ...]) -> str:
+        others = [other for other in ends if other != parts]
+        lengths = range(1, len(parts) + 1)
+        length = next((n for n in lengths if all(other[-n:] != parts[-n:] for other in others)), len(parts))
+        return Path(*parts[-length:]).as_posix()
+
+    return [name(parts) for parts in ends]
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

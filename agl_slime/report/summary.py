@@ -50,7 +50,7 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     validations = [validation for validation in both if validation is not None]
     versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
     return {
-        "iterations": sum(row["iteration"] > 0 for row in rows),
+        "iterations": sum(row["iteration"] > 0 or number(row, m.REWARD_MEAN) is not None for row in rows),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         **_largest("reward_best", rows, m.REWARD_MEAN),
@@ -103,11 +103,32 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def headline(figures: Mapping[str, Any], *, alarms: int) -> str:
+    """The result of a run in a sentence: validation, else reward, from first to last; failed rollouts; alarms."""
+    if not (iterations := figures.get("iterations")):
+        return "no iteration was finished"
+    key, name = ("reward", "reward") if figures.get("val_last") is None else ("val", "validation")
+    first, last = figures.get(f"{key}_first"), figures.get(f"{key}_last")
+    last_text = _mean_text(figures, f"{key}_last", digits=2)
+    if last is None:
+        result = "no rollout was rewarded"
+    elif first is None or first == last:
+        result = f"{name} {last_text}"
+    else:
+        _, low, high = figures.get("val_difference") or (None, last - first, last - first)
+        verb, doubt = ("rose", "") if low > 0 else ("fell", "") if high < 0 else ("went", ", no clear change,")
+        result = f"{name} {verb} from {first:.2f} to {last_text}{doubt}"
+    text = f"{result} over {iterations} iteration{'s' if iterations > 1 else ''}"
+    if rollouts := figures.get("rollouts"):
+        text += f"; {(figures.get('rollouts_failed') or 0) / rollouts:.1%} of rollouts failed"
+    return f"{text}; {alarms or 'no'} alarm{'s' if alarms > 1 else ''}"
+
+
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line. Figures that are None are left out."""
     get = summary.get
     outcome = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
-    rows = [("run", outcome), ("iterations", str(get("iterations")))]
+    rows = [("run", outcome), ("result", headline(summary, alarms=len(get("alarms") or ())))]
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
@@ -155,14 +176,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _validation_text(summary: Mapping[str, Any]) -> str:
     """The first and the last validation, and their difference."""
-    first, last = (
-        Validation(summary.get(name), None, *(summary.get(f"{name}_rewarded") or (None, None))).format(3)
-        + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := summary.get(f"{name}_interval")) else "")
-        for name in ("val_first", "val_last")
-    )
+    first, last = (_mean_text(summary, name, digits=3) for name in ("val_first", "val_last"))
     if (values := summary.get("val_difference")) is None:
         return f"{first} -> {last}"
     return f"{first} -> {last}, task by task {{:+.3f}} [{{:+.3f}}, {{:+.3f}}]".format(*values)
+
+
+def _mean_text(figures: Mapping[str, Any], name: str, *, digits: int) -> str:
+    """A mean of ``sum_up`` with its interval, and with its counts if rollouts failed."""
+    text = Validation(figures.get(name), None, *(figures.get(f"{name}_rewarded") or (None, None))).format(digits)
+    if (interval := figures.get(f"{name}_interval")) is None:
+        return text
+    return f"{text} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def _agreement_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

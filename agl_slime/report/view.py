@@ -20,7 +20,7 @@ from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
-from agl_slime.report.read import Convert, RunReader, find_runs, no_other_runs
+from agl_slime.report.read import Convert, RunReader, distinct_names, find_runs, no_other_runs
 from agl_slime.support.http import json_bytes, json_response, listening, stop_signal
 from agl_slime.support.net import has_token, require_token
 from agl_slime.support.terminal import print_line
@@ -58,6 +58,8 @@ class _Follower:
         """The news of each run as JSON; ``None`` without any."""
         paths = self._runs.refresh()
         self._readers += [RunReader(path, self._runs.convert) for path in paths[len(self._readers) :]]
+        for reader, name in zip(self._readers, distinct_names(paths), strict=True):
+            reader.name = name  # another run of the same name may have appeared
         news = [run_data(reader) for reader in self._readers]
         return json_bytes(news) if any(news) else None
 
@@ -95,7 +97,7 @@ class _Viewer:
         return await handler(request)
 
     async def _page(self, _: web.Request) -> web.Response:
-        title = ", ".join(path.resolve().name for path in self._runs.paths[:3])
+        title = ", ".join(distinct_names(self._runs.paths)[:3])
         text = await run_in_thread(page, title=title, live=True, follow=self._follow)
         rules = policy(live=True) + "; frame-ancestors 'none'"
         headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff", **_NOT_STORED}

@@ -90,7 +90,7 @@ class AWriter:
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda *_: None)
         write_alive(self.run)
 
-    def iteration(self, iteration: int, *, tool_result: str = "42") -> None:
+    def iteration(self, iteration: int, *, tool_result: str = "42", **more: float) -> None:
         rng = random.Random(iteration)
         groups, samples = [], []
         for number in range(3):
@@ -111,7 +111,12 @@ class AWriter:
             iteration=iteration, samples=samples, log_probs=scores, advantages=[np.full(k, 0.5, "f4") for k in n]
         )
         self._rollouts.handle(batch)
-        metrics = {"rollout/reward_mean": 0.1 * iteration, "train/entropy": 1 / iteration, "perf/collect_s": 2.0}
+        metrics = {
+            **more,
+            "rollout/reward_mean": 0.1 * iteration,
+            "train/entropy": 1 / iteration,
+            "perf/collect_s": 2.0,
+        }
         event = IterationFinished(iteration=iteration, metrics=metrics)
         self._metrics.handle(event)
         self._rollouts.handle(event)

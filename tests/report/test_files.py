@@ -75,7 +75,7 @@ def test_closing_summary_has_outcomes_counts_and_paths(tmp_path: Path) -> None:
     closing = [tuple(line.split("  ", 1)) for line in lines[lines.index("") + 1 :]]
     assert [(label, text.strip()) for label, text in closing] == [
         ("run", "finished"),
-        ("iterations", "3"),
+        ("result", "reward rose from 0.08 to 0.92 over 3 iterations; 25.0% of rollouts failed; no alarm"),
         ("reward", "0.076 -> 0.924  (best 0.924 in iteration 3)"),
         ("rollouts", "succeeded 9, failed 3"),
         ("failures", "timeout 3"),

@@ -36,6 +36,7 @@ def test_the_page_has_the_run_and_its_kept_rollouts(tmp_path: Path) -> None:
     data = blocks(report)
     (run,) = data["runs-data"]
     assert run["state"]["word"] == "finished"
+    assert run["headline"] == "reward rose from 0.10 to 0.30 over 3 iterations; no alarm"
     assert run["damage"] == []
     assert run["metrics"]["columns"]["rollout/reward_mean"] == [0.1, 0.2, 0.3]
     assert sum(run["groups"]["size"]) == len(run["members"]["id"]) == 36
@@ -150,11 +151,11 @@ def test_running_stopped_and_killed_runs_state_their_condition(tmp_path: Path) -
 def test_runs_below_a_directory_are_found(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         write_report([tmp_path])
-    for name in ("b", "a"):
-        write_run(tmp_path / name, iterations=1)
+    runs = [write_run(tmp_path / name, iterations=1) for name in ("a", "b", "c/b")]
     (tmp_path / "other").mkdir()
     assert [path.name for path in find_runs(tmp_path)] == ["a", "b"]
-    assert [run["name"] for run in blocks(write_report([tmp_path]))["runs-data"]] == ["a", "b"]
+    for paths, names in ((tmp_path,), ["a", "b"]), (runs, ["a", f"{tmp_path.name}/b", "c/b"]):
+        assert [run["name"] for run in blocks(write_report(paths))["runs-data"]] == names
 
 
 def test_the_page_of_a_resumed_run_begins_again(tmp_path: Path) -> None:

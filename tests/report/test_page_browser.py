@@ -125,10 +125,15 @@ def test_a_run_that_is_followed_grows(page: Any, tmp_path: Path) -> None:
         assert page.locator(".message").count() > 0
         page.click("nav a[href^='#rollouts']")
         heading(page, "Rollouts")
-        writer.iteration(3)
+        writer.iteration(3, **{"val/start_reward_mean": 0.25, "val/reward_mean": 0.75})
         page.wait_for_function("() => document.querySelector('main p[role=status]').textContent.includes('36 of 36')")
         page.evaluate("location.hash = '#trend'")
         heading(page, "Trend")
+        assert "validation rose from 0.25 to 0.75 over 3 iterations" in page.inner_text(".about >> nth=0")
+        described = page.get_attribute("[aria-label^='Validation. ']", "aria-label")
+        assert described == "Validation. reward_mean: 0.25 in iteration 2, 0.75 in iteration 3"
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.locator("figure canvas").count() == page.locator("figure").count() > 2
         writer.finish()
         page.wait_for_function("() => document.querySelector('#runs').textContent.includes('finished')")
         write_run(tmp_path / "two", iterations=1)

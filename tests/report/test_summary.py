@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from agl_slime import metric_names as m
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.events import IterationFinished
 from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples, reward_by_task
 from agl_slime.report.console import iteration_line
-from agl_slime.report.summary import sum_up, summary_rows
+from agl_slime.report.summary import headline, sum_up, summary_rows
 from agl_slime.support.intervals import estimate
 from tests.report.cases import METRICS, row
 
@@ -51,6 +52,28 @@ def test_the_summary_has_first_and_last_validation_and_nothing_invented() -> Non
     assert dict(summary_rows(total))["validation"] == "0.100 [0.000, 0.200] -> 0.900 of 15/16"
     names = ("reward_first", "tokens_trained", "logprob_diff_max", "first_ratio_dev_max")
     assert {total[name] for name in names} == {None}
+
+
+START = {"val/start_reward_mean": 0.19, "val/count": 9, "rollout/count": 64, "rollout/failed": 2}
+LAST = {"val/reward_mean": 0.94, "val/reward_low": 0.88, "val/reward_high": 0.98}
+EARLY = {"val/start_reward_mean": 0.1}
+LATE = {"val/reward_mean": 0.3, **dict(zip(m.VAL_DIFFERENCE, (0.2, -0.1, 0.8), strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([{}], "no rollout was rewarded over 1 iteration"),
+        ([{"rollout/reward_mean": 0.5, "rollout/count": 4}], "reward 0.50 over 1 iteration; 0.0% of rollouts failed"),
+        ([{"rollout/reward_mean": n} for n in (0.5, 0.4)], "reward fell from 0.50 to 0.40 over 2 iterations"),
+        ([START, LAST], "validation rose from 0.19 to 0.94 [0.88, 0.98] over 2 iterations; 3.1% of rollouts failed"),
+        ([EARLY, LATE], "validation went from 0.10 to 0.30, no clear change, over 2 iterations"),
+    ],
+)
+def test_the_headline_says_what_became_of_the_run(rows: list[dict[str, Any]], sentence: str) -> None:
+    figures = sum_up([{"iteration": number, **figures} for number, figures in enumerate(rows, start=1)])
+    alarms = {0: "no alarm", 1: "1 alarm", 2: "2 alarms"}
+    assert [headline(figures, alarms=n) for n in alarms] == [f"{sentence}; {text}" for text in alarms.values()]
 
 
 def validation(*tasks: tuple[float | None, ...], first: Any = None) -> dict[str, Any]:

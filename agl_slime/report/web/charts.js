@@ -9,13 +9,13 @@ const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((n) => [1, 2, 5].map((step) => step 
 
 // `series`: [{run, name, label}] on a common axis of iterations.
 function aligned(series) {
-  const steps = [...new Set(series.flatMap(({ run }) => run.iterations))].sort((a, b) => a - b);
+  const points = series.map(({ run, name }) => run.points(name));
+  const steps = [...new Set([...series.flatMap(({ run }) => run.iterations), ...points.flat().map(([step]) => step)])].sort((a, b) => a - b);
   const place = new Map(steps.map((step, i) => [step, i]));
-  const values = series.map(({ run, name }) => {
+  const values = series.map(({ run, name }, i) => {
     const line = new Array(steps.length).fill(null);
-    (run.columns.get(name) || []).forEach((value, i) => {
-      line[place.get(run.iterations[i])] = typeof value === "number" ? value : COUNTS.test(name) ? 0 : null;
-    });
+    if (COUNTS.test(name)) run.iterations.forEach((step) => (line[place.get(step)] = 0));
+    points[i].forEach(([step, value]) => (line[place.get(step)] = value));
     return line;
   });
   return [steps, ...values];
@@ -48,17 +48,17 @@ function chart(title, series, height = 180) {
     const mark = s("svg", { width: 18, height: 8, "aria-hidden": "true" });
     const value = h("span", { class: "value" });
     legend.append(h("li", {}, mark, label, " ", value));
-    return { mark, value, tint: several ? run.number : names.indexOf(name), dash: several && names.length > 1 ? names.indexOf(name) : 0 };
+    return { mark, value, width: names.length > 1 && name.endsWith("/reward_mean") ? 3 : 1.6, tint: several ? run.number : names.indexOf(name), dash: several && names.length > 1 ? names.indexOf(name) : 0 };
   });
   const show = (at) => marks.forEach(({ value }, i) => (value.textContent = at === null ? "" : num(data[i + 1][at])));
 
   const draw = () => {
     figure.plot?.destroy();
     const axis = { stroke: theme("--quiet"), grid: { stroke: theme("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-    const lines = marks.map(({ mark, tint, dash }, i) => {
+    const lines = marks.map(({ mark, width, tint, dash }, i) => {
       const dashes = [[], [6, 3], [2, 3], [8, 3, 2, 3]][dash % 4];
       mark.replaceChildren(s("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: colour(tint), "stroke-width": 2.5, "stroke-dasharray": dashes.join(" ") }));
-      return { stroke: colour(tint), width: 1.6, dash: dashes, spanGaps: true, points: { show: data[i + 1].filter((v) => v !== null).length < 30, size: 5 } };
+      return { stroke: colour(tint), width, dash: dashes, spanGaps: true, points: { show: data[i + 1].filter((v) => v !== null).length < 30, size: 5 } };
     });
     const width = Math.max(box.clientWidth, 240);
     figure.plot = new uPlot({
@@ -88,6 +88,7 @@ function redrawCharts() {
   for (const figure of drawn) if (figure.plot) figure.draw();
 }
 
+addEventListener("beforeprint", () => drawn.forEach((figure) => figure.plot || figure.draw()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
 let resizing = 0;
 addEventListener("resize", () => {

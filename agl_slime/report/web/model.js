@@ -9,12 +9,12 @@ class Run {
 
   clear() {
     Object.assign(this, { iterations: [], columns: new Map(), groups: [], members: [], byId: new Map(), kept: new Set() });
-    Object.assign(this, { byIteration: new Map(), alarms: [], blocks: {}, left_out: "", cache: new Map() });
+    Object.assign(this, { byIteration: new Map(), starts: new Map(), headline: "", alarms: [], blocks: {}, left_out: "", cache: new Map() });
   }
 
   add(part) {
     if (part.reset) this.clear();
-    for (const name of ["name", "state", "damage", "absent", "config", "alarms", "left_out"]) if (part[name] !== undefined) this[name] = part[name];
+    for (const name of ["name", "state", "damage", "absent", "config", "headline", "alarms", "left_out"]) if (part[name] !== undefined) this[name] = part[name];
     Object.assign(this.blocks, part.blocks || {});
     part.kept.forEach((id) => this.kept.add(id));
     this.addMetrics(part.metrics);
@@ -28,6 +28,7 @@ class Run {
       if (!this.columns.has(name)) this.columns.set(name, new Array(before).fill(null));
       this.columns.get(name).push(...values);
     }
+    (metrics.columns["val/start_reward_mean"] || []).forEach((value, i) => this.starts.set(metrics.iteration[i] - 1, value));
     for (const values of this.columns.values()) while (values.length < this.iterations.length) values.push(null);
   }
 
@@ -59,6 +60,13 @@ class Run {
   // Iterations with metrics or groups, in order.
   get steps() {
     return [...new Set([...this.iterations, ...this.byIteration.keys()])].sort((a, b) => a - b);
+  }
+
+  // Iterations and numbers of a metric; the line of validations begins with the one before training.
+  points(name) {
+    const values = this.columns.get(name) || [];
+    const points = [...(name === "val/reward_mean" ? this.starts : []), ...this.iterations.map((step, i) => [step, values[i]])];
+    return points.filter(([, value]) => typeof value === "number");
   }
 
   metric(name, iteration) {

@@ -4,7 +4,7 @@ const PANELS = [
   ["Reward", ["rollout/reward_mean", "rollout/reward_min", "rollout/reward_max", "rollout/reward_std"]],
   ["Reward by task source", [/^reward_of\//]],
   ["Named rewards", [/^reward\//]],
-  ["Validation", ["val/reward_mean", "val/start_reward_mean"]],
+  ["Validation", ["val/reward_mean"]],
   ["Validation rollouts that failed", ["val/failed", "val/start_failed", /^val\/(start_)?failed\//]],
   ["Sampled tokens per rollout", ["rollout/response_tokens_mean", "rollout/response_tokens_mean_trained", "rollout/response_tokens_mean_dropped"]],
   ["Turns per rollout", ["rollout/turns_mean"]],
@@ -27,15 +27,14 @@ const picked = [];
 const matches = (name, rule) => (typeof rule === "string" ? name === rule : rule.test(name));
 const panels = (names) => PANELS.map(([title, rules]) => [title, [...new Set(rules.flatMap((rule) => names.filter((name) => matches(name, rule))))]]);
 const short = (name) => name.replace(/^(rollout|train|perf|val|reward|reward_of)\//, "");
-const isNumeric = (run, name) => run.columns.get(name).some((v) => typeof v === "number");
 
 function metricNames(runs) {
-  return [...new Set(runs.flatMap((run) => [...run.columns.keys()].filter((name) => isNumeric(run, name))))].sort();
+  return [...new Set(runs.flatMap((run) => ["val/reward_mean", ...run.columns.keys()].filter((name) => run.points(name).length)))].sort();
 }
 
 function linesOf(names, runs) {
   const several = runs.length > 1;
-  return names.flatMap((name) => runs.filter((run) => run.columns.has(name) && isNumeric(run, name))
+  return names.flatMap((name) => runs.filter((run) => run.points(name).length)
     .map((run) => ({ run, name, label: several ? `${run.name}: ${short(name)}` : short(name) })));
 }
 
@@ -91,7 +90,8 @@ function about(run) {
   const facts = [["agent", run.config.agent], ["model", run.config.model_path], ["prompts per iteration", run.config.rollout_batch_size],
     ["rollouts per prompt", run.config.n_samples_per_prompt], ["iterations", run.config.num_iterations], ["seed", run.config.seed]];
   return h("section", { class: "about", "aria-label": `Run ${run.name}` },
-    h("p", {}, badge(run.state.word), " ", h("strong", {}, run.name), " ", run.state.text),
+    h("p", {}, badge(run.state.word), " ", h("strong", {}, run.name), " ", run.headline),
+    h("p", { class: "quiet" }, run.state.text),
     run.damage.map((text) => h("p", { class: "damage" }, badge("damaged"), " ", text)),
     run.absent.map((text) => h("p", { class: "quiet" }, badge("not written"), " ", text)),
     run.left_out ? h("p", { class: "quiet" }, run.left_out) : null,
