@@ -29,7 +29,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
-_REMOVED_PASSWORD = re.compile(r"(//|[?#]|/k/)\*\*\*")  # by shown_url
+_REMOVED_PASSWORD = re.compile(r"(//|[?#]|/k/)\*\*\*|\(not written\)")  # by shown_url, or for a name
 _INFINITE = ("inf", "-inf")
 
 HIDDEN = {"env_arguments", "controller_python"}  # --env.KEY value; AGL_CONTROLLER_PYTHON
@@ -154,7 +154,8 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
     for name, value in [*values.items()]:
         if _REMOVED_PASSWORD.search(str(value)):
             if flag(name) not in overridden:
-                raise ConfigError(f"--config {path}: {name} was written without its password; give {flag(name)}")
+                named = "all --env.KEY flags" if name == "env_arguments" else flag(name)
+                raise ConfigError(f"--config {path}: {name} was written without its password; give {named}")
             del values[name]
     for name in ("chat_template_kwargs", "eval_sampling"):
         if isinstance(value := values.get(name), dict):

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Settings of a start, which may differ when a run is resumed.
 _START_SETTINGS = frozenset({"output_dir", "overwrite", "resume"})
 _SECRET = re.compile(r"(^|[_-])(api_?key|auth_?token|access_?token|bearer|password|secret)$|^token$", re.IGNORECASE)
+_NOT_WRITTEN = "(not written)"
 
 
 def jsonable(value: Any) -> Any:
@@ -249,7 +250,7 @@ def check_run_dir(
     reports, checkpoints and ledger are removed, and no other file. ``fixed`` settings may not change on a resume.
     Passwords and API keys, by the setting's name or in an address, are not written.
     """
-    current = json.loads(dump(settings), object_hook=_redact)
+    current = redacted(settings)
     run = RunDir(Path(path))
     _refuse_file(run.path)
     fix = "choose another --output-dir, or replace what is there with --overwrite"
@@ -295,15 +296,27 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
     return tuple(names)
 
 
+def redacted(settings: Any) -> dict[str, Any]:
+    """``settings`` as JSON has them, without passwords and API keys."""
+    return json.loads(dump(settings), object_hook=_redact)
+
+
 def _redact(settings: dict[str, Any]) -> dict[str, Any]:
     secrets = {key for key, value in settings.items() if value and _SECRET.search(key)}
-    return {k: "(not written)" if k in secrets else _without_passwords(value) for k, value in settings.items()}
+    return {k: _NOT_WRITTEN if k in secrets else _without_passwords(value) for k, value in settings.items()}
 
 
 def _without_passwords(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_passwords(item) for item in value]
+    if isinstance(value, list):  # perhaps of flags, each with its value after it or after "="
+        pairs = zip(("", *value), value, strict=False)
+        return [_NOT_WRITTEN if _names_secret(before) else _without_passwords(item) for before, item in pairs]
+    if isinstance(value, str) and "=" in value and _names_secret(name := value.partition("=")[0]):
+        return f"{name}={_NOT_WRITTEN}"
     return shown_url(value) if isinstance(value, str) and "://" in value else value
+
+
+def _names_secret(flag: Any) -> bool:
+    return str(flag).startswith("--") and bool(_SECRET.search(str(flag).rpartition(".")[2]))
 
 
 def make_directories(path: Path) -> list[Path]:

@@ -208,6 +208,16 @@ def test_settings_of_a_resumed_environment_are_not_doubled(tmp_path: Path) -> No
         assert parse_train_config([*run, *flags]).environment.arguments == arguments
 
 
+def test_keys_of_an_environment_are_not_written(tmp_path: Path) -> None:
+    keys = ("--env.judge.api_key", "KEY1", "--env.token=KEY2", "--env.max_tokens", "3")
+    text = written(train_config(env="x", env_arguments=keys), tmp_path / "run").read_text()
+    assert ("KEY" in text, '"--env.max_tokens", "3"' in " ".join(text.split())) == (False, True)
+    run = ["--resume", "--output-dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=r"env_arguments was written without its password; give all --env\.KEY flags"):
+        parse_train_config(run)
+    assert parse_train_config([*run, *keys]).environment.arguments == keys
+
+
 def test_help_begins_with_the_flags_of_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_train_config(["--help"])

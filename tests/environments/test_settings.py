@@ -76,6 +76,17 @@ def test_worker_needs_no_package_of_this_python(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(first) == ["agl_slime"]
 
 
+def test_an_evaluations_files_have_no_key_of_its_environment(tmp_path: Path) -> None:
+    file, arguments = tmp_path / "env.toml", ("--env.judge.api_key", "KEY1", "--env.@")
+    identities = []
+    for key in ("KEY2", "KEY3"):
+        file.write_text(f'env.api_key = "{key}"')
+        settings = train_config(env="a", env_arguments=split_env_flags([*arguments, str(file)])[1])
+        identities.append(evaluation._environment_identity(settings))
+    assert "KEY" not in str(identities)
+    assert identities[0] != identities[1]
+
+
 def test_other_addresses_are_read_with_and_without_a_model() -> None:
     models = ("judge=http://h:1/v1", "user=m/x@https://h/v1")
     addresses = EnvironmentSettings(name="a", python=Path("p"), models=models).served_models

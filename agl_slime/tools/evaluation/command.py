@@ -24,7 +24,7 @@ from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
-from agl_slime.report.files import RunDir, dump, make_directories, open_run_dir, read_object
+from agl_slime.report.files import RunDir, dump, make_directories, open_run_dir, read_object, redacted
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
@@ -290,8 +290,8 @@ def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
     if settings.environment.name is None:
         return None
     arguments = settings.environment.arguments
-    files = [Path(path).read_text() for mark, path in pairwise(arguments) if mark == "@"]
-    return {"arguments": list(arguments), "config": files, "models": list(settings.environment.models)}
+    files = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for mark, path in pairwise(arguments) if mark == "@"]
+    return redacted({"arguments": arguments, "config": files, "models": settings.environment.models})
 
 
 def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
