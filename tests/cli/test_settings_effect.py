@@ -273,6 +273,7 @@ SHOWN: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (files, "", {"model_path": POLICY, "output_dir": Path("new")}, {"resume": True}),
     (files, "", {"model_path": POLICY, "output_dir": Path("begun")}, {"overwrite": True}),
     (engine, "", {}, {"sglang_url": "http://127.0.0.1:2", "engine": "sglang"}),
+    (engine, "loop.", {}, {"deterministic": True}),
     (reports, "", {}, {"view": "live", "track": ("wandb",), "keep_rollouts": "all"}),
     (autopsy, "", {}, {"autopsy": 2}),
     (validations, "", {}, {"eval_sampling": '{"temperature": 0}'}),

@@ -61,8 +61,9 @@ async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(t
     await finalized(first, 5)
     first.save(3)
     [ready] = first.groups.delivery.ready
-    for sample in ready:
-        sample.metadata["policy_version"] = 0  # as its delivery will: the newest version that was seen
+    for number, sample in enumerate(ready, 2):  # as its delivery will, with the newest version that was seen
+        sample.metadata["policy_version"], sample.group_index = 0, 1
+        sample.index = sample.rollout_id = number
     expected = as_saved(ready)
     first.stop()
 
