@@ -258,7 +258,8 @@ def _named_error(error: ValidationError) -> ConfigError:
     names = [f"agl_{name}" for name, target in _PATHS.items() if target == path] or [f"agl_{first['loc'][0]}"]
     if isinstance(refused, SettingError):
         return SettingError(names[0], refused.problem)
-    return ConfigError(f"{names[0]} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+    value = "***" if names[0] == "agl_store_token" else shown_url(repr(first["input"]))
+    return ConfigError(f"{names[0]} is {value}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def _eval_sets(args: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:

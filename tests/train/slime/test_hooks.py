@@ -238,6 +238,7 @@ CONTROLLER = {"RUNNERS": "controller", "AGENT": "a:B"}
     [
         ({"STORE_URL": "http://x:1", "AGENT": "a:B"}, "agl_store_url .* agl_agent"),
         ({"STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
+        ({"STORE_URL": "me:SECRET@h"}, r"agl_store_url is \*\*\*@h'"),
         ({"AGENT": "a:B", "RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
         ({"STORE_URL": "http://x:1", "RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
         ({"AGENT": "a:B", "ENV_MAP": "A=input.a"}, "agl_env_map is for a controller only; set agl_runners: controller"),
