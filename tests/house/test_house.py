@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 from agl_slime.cli.main import COMMANDS
 from tests.conftest import SMOKE
+from tests.harness.planted import FAULTS, Fault
 
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -46,6 +48,12 @@ def test_names_of_tests_are_short() -> None:
     names = [name for path in files for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.M)]
     assert len(names) > 1_000
     assert not [name for name in names if len(name) > LONGEST_TEST_NAME]
+
+
+def test_planted_faults_find_their_lines() -> None:
+    faults = [Fault(**json.loads(line)) for line in FAULTS.read_text().splitlines()]
+    places = {(fault.file, fault.line_in((PACKAGE.parent / fault.file).read_text()), fault.after) for fault in faults}
+    assert len(places) == len(faults) > 100
 
 
 def imported_at_the_top(path: Path) -> set[str]:

@@ -76,6 +76,8 @@ class PluginSettings(BaseModel):
     runners: str | None = None
     """The runners of ``agent``, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
     ``ray:N`` or ``controller``."""
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    """Rollouts in flight of each runner; by default the limits of ``RunnerSettings``."""
     controller: ControllerSettings = Field(default_factory=ControllerSettings)
     """The controller, from ``agl_env_map``, ``agl_job_template`` and ``agl_controller_…``."""
     store_host: str = "127.0.0.1"
@@ -144,7 +146,8 @@ class PluginSettings(BaseModel):
         if self.gateway_port and plan.kind in ("process", "ray"):
             raise ConfigError(f"agl_gateway_port {port}: each runner of {plan} has a gateway; leave the port out")
         gateway = GatewaySettings(host=self.gateway_host, port=port, public_url=self.gateway_public_url)
-        settings = RunnerSettings(gateway=gateway)
+        limits = {} if (most := self.max_concurrent) is None else {"max_concurrent": most, "max_sync_threads": most}
+        settings = RunnerSettings(gateway=gateway, **limits)
         plan = replace(plan, settings=settings, store_host=self.store_host, store_setting="agl_store_host")
         if plan.kind != "controller":
             return plan
@@ -161,10 +164,14 @@ class PluginSettings(BaseModel):
                 raise ConfigError(f"agl_{name} has no effect with agl_slime.slime_hooks.generate: {reason}")
 
     def _check_runners(self) -> None:
-        if self.runners is not None and self.store_url is not None:
-            reason = f"the runners of the store at agl_store_url {shown_url(self.store_url)} are elsewhere"
-            raise ConfigError(f"agl_runners {self.runners}: {reason}; leave one out")
+        for name in ("runners", "max_concurrent"):
+            if (value := getattr(self, name)) is not None and self.store_url is not None:
+                reason = f"the runners of the store at agl_store_url {shown_url(self.store_url)} are elsewhere"
+                raise ConfigError(f"agl_{name} {value}: {reason}; leave one out")
         if self.plan().kind == "controller":
+            if self.max_concurrent is not None:
+                reason = "a controller runs the agents; leave it out"
+                raise ConfigError(f"agl_max_concurrent {self.max_concurrent}: {reason}")
             if self.loop.max_attempts != 1:
                 fix = "agl_group_max_retries runs failed members of a group again"
                 raise ConfigError(f"agl_max_attempts {self.loop.max_attempts}: a controller runs one attempt; {fix}")

@@ -42,7 +42,10 @@ def test_slimes_settings_of_the_gateway_reach_the_runners() -> None:
     assert settings.plan().settings.gateway == gateway  # type: ignore[union-attr]
     settings = settings_of({"ADAPTER_PUBLIC_HOST": "10.1.2.3"}, agl_agent="a:B")
     assert settings.plan().settings.gateway == GatewaySettings(host="0.0.0.0")  # type: ignore[union-attr]
-    plan = settings_of({"AGL_SLIME_STORE_HOST": "10.0.0.7"}, agl_agent="a:B", agl_runners="ray:2").plan()
+    variables = {"AGL_SLIME_STORE_HOST": "10.0.0.7", "AGL_SLIME_MAX_CONCURRENT": "8"}
+    plan = settings_of(variables, agl_agent="a:B", agl_runners="ray:2").plan()
+    assert plan.settings is not None
+    assert (plan.settings.max_concurrent, plan.settings.max_sync_threads) == (8, 8)
     assert (plan.store_host, plan.store_setting) == ("10.0.0.7", "agl_store_host")
     with pytest.raises(ConfigError, match="give that as port"):
         GatewaySettings(public_url="http://h")
