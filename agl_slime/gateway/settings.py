@@ -60,6 +60,7 @@ class GatewaySettings:
                 "an http:// or https:// URL",
             ),
             ("max_body_mb max_messages", lambda value: value > 0, "above 0"),
+            ("untrained_models", lambda value: not {*value} & {*self.trained_models}, "other models than the trained"),
         )
         if self.public_url is not None and not self.port:
             raise ConfigError(f"public_url {shown_url(self.public_url)} leads to one port: give that as port")

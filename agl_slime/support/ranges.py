@@ -10,11 +10,13 @@ from typing import Any
 
 from agl_slime.errors import SettingError
 
-_KINDS: dict[str, tuple[Any, str]] = {"int": (Integral, "an integer"), "float": (Real, "a number")}
-_KINDS |= {
-    "bool": (bool, "True or False"),
-    "Mapping": (Mapping, "a dict"),
-    "Sequence": ((list, tuple), "a list or tuple"),
+# by annotation: exact types, which are the fast ones to look at, any that fit, and both in words
+_KINDS: dict[str, tuple[tuple[type, ...], Any, str]] = {
+    "int": ((int,), Integral, "an integer"),
+    "float": ((float, int), Real, "a number"),
+    "bool": ((bool,), bool, "True or False"),
+    "Mapping": ((dict,), Mapping, "a dict"),
+    "Sequence": ((tuple,), (list, tuple), "a list or tuple"),
 }
 
 
@@ -29,11 +31,11 @@ def check_ranges(
     """
     for names, is_valid, words in ranges:
         for name in names.split():
-            value, annotation = getattr(settings, name), _annotation(type(settings), name)
-            if value is None and ("None" in annotation or not annotation):
+            value, (optional, exact, kind, kind_words) = getattr(settings, name), _kind_of(type(settings), name)
+            if value is None and optional:
                 continue
-            kind, kind_words = _KINDS.get(annotation.partition(" ")[0].partition("[")[0], (object, ""))
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+            number = kind in (Integral, Real)
+            if type(value) not in exact and (not isinstance(value, kind) or (number and isinstance(value, bool))):
                 raise SettingError(named(name), f"must be {kind_words}, got {value!r:.80}")
             if not is_valid(value):
                 raise SettingError(named(name), f"must be {words}, got {value!r:.80}")
@@ -51,7 +53,9 @@ def takes(function: Any, count: int) -> bool:
 
 
 @cache
-def _annotation(owner: type, name: str) -> str:
-    """The annotation of a field as it is written in the first class that has one; empty without any."""
+def _kind_of(owner: type, name: str) -> tuple[bool, tuple[type, ...], Any, str]:
+    """Whether a field may be ``None``, and its kind, by the annotation of the first class that has one."""
     annotations = (vars(base).get("__annotations__", {}) for base in reversed(owner.__mro__))
-    return str(next((each[name] for each in annotations if name in each), ""))
+    annotation = str(next((each[name] for each in annotations if name in each), ""))
+    kind = _KINDS.get(annotation.partition(" ")[0].partition("[")[0], ((), object, ""))
+    return "None" in annotation or not annotation, *kind

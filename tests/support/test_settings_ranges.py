@@ -33,8 +33,18 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
     ClientSettings: [("total_timeout_s", 0), ("backoff_cap_s", math.nan), ("max_attempts", 0), ("resume_limit", -1)],
     Retention: [("released_rollouts", -1), ("released_bytes", -1), ("unreleased_bytes", 0)],
     PipelineSettings: [("group_size", 0), ("reward_range", (1.0, 0.0)), ("min_valid_item_size_ratio", 0)],
-    GatewaySettings: [("max_turns", 0), ("branches", "some"), ("max_turns", 2.5), ("max_messages", "9")],
-    SamplingParams: [("max_new_tokens", 1.5), ("max_new_tokens", "16"), ("temperature", "hot"), ("top_k", True)],
+    GatewaySettings: [
+        ("max_turns", 0),
+        ("branches", "some"),
+        ("max_turns", 2.5),
+        ("max_messages", "9"),
+        ("untrained_models", ("a",)),
+    ],
+    SamplingParams: [
+        *(("max_new_tokens", 1.5), ("max_new_tokens", "16"), ("temperature", "hot"), ("top_k", True)),
+        *(("stop", (2.5,)), ("stop_token_ids", ("a",)), ("skip_special_tokens", "no"), ("extra", 5)),
+        *(("seed", "x"), ("repetition_penalty", -3.0)),
+    ],
     MinimumViableGroup: [("min_ratio", 0), ("timeout_s", 0), ("max_retries", -1)],
     RetryGroup: [("max_retries", -1)],
     LocalTrainerSettings: [
@@ -53,7 +63,7 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_setting_out_of_range_is_named_with_its_value(kind: Any, name: str, value: Any) -> None:
-    needed = {"group_size": 1} if kind is PipelineSettings else {}
+    needed = {PipelineSettings: {"group_size": 1}, GatewaySettings: {"trained_models": ("a",)}}.get(kind, {})
     with pytest.raises(ConfigError, match=f"^{name} must be .*, got ") as caught:
         kind(**{**needed, name: value})
     assert str(caught.value).endswith((str(value), repr(value)))

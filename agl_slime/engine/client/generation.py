@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from operator import itemgetter
 from reprlib import repr as shortened
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from agl_slime.engine.client.prompt import outermost
@@ -94,6 +95,15 @@ class SamplingParams:
             object.__setattr__(self, "max_new_tokens", max_tokens)
         named = {"repetition_penalty": repetition_penalty, "sampling_seed": seed}
         if settings := {name: value for name, value in named.items() if value is not None}:
+            check_ranges(
+                SimpleNamespace(seed=seed, repetition_penalty=repetition_penalty),
+                ("seed", lambda value: isinstance(value, int), "an integer"),
+                (
+                    "repetition_penalty",
+                    lambda value: isinstance(value, (int, float)) and 0 < value < math.inf,
+                    "above 0",
+                ),
+            )
             object.__setattr__(self, "extra", {**self.extra, **settings})
         stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         ids = tuple(stop for stop in stops if isinstance(stop, int))
@@ -111,6 +121,9 @@ class SamplingParams:
             ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or from 1 to 2147483647"),
             ("max_new_tokens", lambda value: value >= 1, "at least 1"),
             ("context_length", lambda value: value is None or value >= 2, "at least 2"),
+            ("stop", lambda value: all(isinstance(stop, str) for stop in value), "texts or token ids"),
+            ("stop_token_ids", lambda value: all(isinstance(stop, int) for stop in value), "token ids"),
+            ("skip_special_tokens nucleus extra", lambda _: True, ""),
         )
 
     def to_payload(self) -> dict[str, Any]:
