@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir, read_state
-from agl_slime.report.records import Line, read_lines
+from agl_slime.report.records import Line, parse, read_lines
 
 _GROUP_FIELDS = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _MEMBER_FIELDS = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
@@ -155,6 +156,13 @@ class RunReader:
         with self.run.rollouts.open("rb") as file:
             file.seek(place[1])
             return file.read(place[2]).rstrip(b"\n")
+
+    def ids_with(self, text: str) -> list[str]:
+        """Kept rollouts whose messages have ``text``, in any case."""
+        part = json.dumps(text, ensure_ascii=False)[1:-1].lower()
+        lines = ((rollout_id, self.rollout(rollout_id)) for rollout_id in self.kept_rollouts)
+        messages = ((rollout_id, parse(line).get("messages")) for rollout_id, line in lines if line is not None)
+        return [name for name, each in messages if part in json.dumps(each, ensure_ascii=False).lower()]
 
 
 def is_run(path: Path) -> bool:

@@ -67,6 +67,10 @@ class _Follower:
         self.news()
         return self._readers[run].rollout(rollout_id) if 0 <= run < len(self._readers) else None
 
+    def ids_with(self, run: int, text: str) -> list[str]:
+        self.news()
+        return self._readers[run].ids_with(text) if 0 <= run < len(self._readers) else []
+
 
 class _Viewer:
     def __init__(self, runs: _Runs, *, token: str | None, follow: bool) -> None:
@@ -80,6 +84,7 @@ class _Viewer:
         app.router.add_get("/data", self._data)
         app.router.add_get("/events", self._events)
         app.router.add_get("/rollout", self._rollout)
+        app.router.add_get("/ids", self._ids)
         return app
 
     @web.middleware
@@ -115,6 +120,12 @@ class _Viewer:
         if line is None:
             raise web.HTTPNotFound(text=f"rollout {rollout_id!r} is not kept in run {number!r}")
         return json_response(orjson.Fragment(line), headers=_NOT_STORED)
+
+    async def _ids(self, request: web.Request) -> web.Response:
+        async with self._lock:
+            number, text = request.query.get("run", ""), request.query.get("text", "")
+            run = int(number) if number.isdecimal() else -1
+            return json_response(await run_in_thread(self._follower.ids_with, run, text), headers=_NOT_STORED)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_NOT_STORED})

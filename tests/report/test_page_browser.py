@@ -98,6 +98,11 @@ def test_model_output_is_shown_as_text(page: Any, tmp_path: Path, live: bool) ->
     with served(tmp_path) as url:
         page.goto(url if live else write_report([tmp_path]).as_uri())
         page.wait_for_selector("h1")
+        page.evaluate("location.hash = '#rollouts/0'")
+        heading(page, "Rollouts")
+        page.fill("#find", "What IS 3?")  # in the messages of a rollout
+        page.wait_for_function("() => document.querySelector('main p[role=status]').textContent.startsWith('1 of 12')")
+        assert "ro-1-3" in page.inner_text(".rows .row:not([hidden])")
         page.evaluate("location.hash = '#rollout/0/ro-1-0'")
         heading(page, "Rollout ro-1-0")
         text = page.inner_text(".message.tool pre")

@@ -9,7 +9,7 @@ class Run {
 
   clear() {
     Object.assign(this, { iterations: [], columns: new Map(), groups: [], members: [], byId: new Map(), kept: new Set() });
-    Object.assign(this, { byIteration: new Map(), starts: new Map(), headline: "", alarms: [], blocks: {}, left_out: "", cache: new Map() });
+    Object.assign(this, { byIteration: new Map(), starts: new Map(), headline: "", alarms: [], blocks: {}, left_out: "", cache: new Map(), messages: new Map() });
   }
 
   add(part) {
@@ -84,6 +84,17 @@ class Run {
       this.cache.set(id, await this.load(id));
     }
     return this.cache.get(id);
+  }
+
+  // Ids of kept rollouts whose messages have the text, in any case.
+  async idsWith(text) {
+    if (App.live) {
+      const answer = await fetch(`ids?run=${this.number}&text=${encodeURIComponent(text)}`);
+      return new Set(answer.ok ? await answer.json() : []);
+    }
+    const ids = Object.keys(this.blocks), part = JSON.stringify(text).slice(1, -1).toLowerCase();
+    for (const id of ids) if (!this.messages.has(id)) this.messages.set(id, JSON.stringify((await this.load(id)).messages ?? []).toLowerCase());
+    return new Set(ids.filter((id) => this.messages.get(id).includes(part)));
   }
 
   async load(id) {

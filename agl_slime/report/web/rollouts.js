@@ -10,14 +10,18 @@ function rolloutList(view, run) {
   const count = h("p", { role: "status" });
   const outcomes = [...new Set(run.members.map((m) => m.outcome))].sort();
   const choose = h("select", { id: "outcome" }, h("option", { value: "" }, "all"), outcomes.map((word) => h("option", { value: word }, word)));
-  const find = h("input", { id: "find", type: "search", placeholder: "id, task, source, reason", value: wanted.text });
+  const find = h("input", { id: "find", type: "search", placeholder: "id, task, reason, messages", value: wanted.text });
   const kept = h("input", { id: "kept", type: "checkbox" });
   choose.value = outcomes.includes(wanted.outcome) ? wanted.outcome : "";
   kept.checked = wanted.kept;
   const grid = virtualTable(run);
-  const refresh = () => {
+  let searches = 0;
+  const refresh = async () => {
     Object.assign(wanted, { outcome: choose.value, text: find.value, kept: kept.checked });
-    const matching = select(run);
+    const search = ++searches;
+    const ids = wanted.text ? await run.idsWith(wanted.text) : new Set();
+    if (search !== searches) return; // another text was entered meanwhile
+    const matching = select(run, ids);
     count.textContent = `${num(matching.length)} of ${num(run.members.length)} rollouts; ${num(run.kept.size)} are kept whole.`;
     grid.show(matching);
   };
@@ -28,10 +32,10 @@ function rolloutList(view, run) {
   refresh();
 }
 
-function select(run) {
+function select(run, ids) {
   const text = wanted.text.toLowerCase();
   const hit = (m) => [m.id, m.group.instance, m.group.source, m.why, m.group.code].some((part) => part && String(part).toLowerCase().includes(text));
-  const matching = run.members.filter((m) => (!wanted.outcome || m.outcome === wanted.outcome) && (!wanted.kept || run.isKept(m.id)) && (!text || hit(m)));
+  const matching = run.members.filter((m) => (!wanted.outcome || m.outcome === wanted.outcome) && (!wanted.kept || run.isKept(m.id)) && (!text || ids.has(m.id) || hit(m)));
   const key = FIELDS[wanted.by][1];
   const order = (a, b) => {
     const [p, q] = [key(a), key(b)];
