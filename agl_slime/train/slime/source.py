@@ -162,7 +162,6 @@ class AGLDataSource(DataSource):
             self.groups.saved(state)
         elif (directory := getattr(self._args, "save", None)) is not None:
             self._write(state_path(directory, rollout_id), self.groups.state())
-        self._forget(rollout_id)
 
     def load(self, rollout_id: Any = None) -> None:
         """Restore the state of this step (``args.load``), if there is one."""
@@ -203,7 +202,9 @@ class AGLDataSource(DataSource):
         if self._saves:
             self._after_batch[rollout_id] = state = self.groups.state()
             write_file(state_path(self._args.save, rollout_id), as_json(state))
-            self._forget(rollout_id - 1)
+            for step in [step for step in self._after_batch if step < rollout_id - 1]:  # which slime did not save
+                del self._after_batch[step]
+                state_path(self._args.save, step).unlink(missing_ok=True)
         if self._delivery_path is None:
             return groups
         delivery = {
@@ -213,12 +214,6 @@ class AGLDataSource(DataSource):
         self._delivery = json.loads(as_json(delivery))
         self._write(self._delivery_path, {**self.groups.state(), "delivery": self._delivery})
         return self._batch()
-
-    def _forget(self, rollout_id: int) -> None:
-        """Remove the states of earlier steps than this one, which slime did not save."""
-        for step in [step for step in self._after_batch if step < rollout_id]:
-            del self._after_batch[step]
-            state_path(self._args.save, step).unlink(missing_ok=True)
 
     def _batch(self) -> list[list[Sample]]:
         groups = [[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]]

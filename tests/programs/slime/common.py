@@ -13,6 +13,7 @@ from typing import Any
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.demo.agent import LookupAgent
+from agl_slime.cli.slime import HOOK_FLAGS, NORMALIZE_FLAGS
 from agl_slime.tools.rehearse.megatron.flags import as_flags, model_flags
 
 
@@ -45,14 +46,10 @@ def slime_args(flags: list[str], *, model: Path, config: dict[str, Any], directo
 
     settings = directory / "agl.yaml"
     settings.write_text(yaml.safe_dump(config))
-    hooks = "agl_slime.slime_hooks"
     sizes = {"actor-num-nodes": 1, "actor-num-gpus-per-node": 1, "num-gpus-per-node": 1}
     ours: dict[str, object] = {"hf-checkpoint": model, "custom-config-path": settings, "advantage-estimator": "grpo"}
-    ours |= {"data-source-path": "agl_slime.AGLDataSource", "rollout-function-path": f"{hooks}.generate_rollout"}
-    ours |= {"custom-reward-post-process-path": f"{hooks}.normalize_rewards"}
-    ours["custom-rollout-log-function-path"] = f"{hooks}.log_rollout"
-    ours["custom-eval-rollout-log-function-path"] = f"{hooks}.log_eval_rollout"
-    sys.argv = ["train.py", *model_flags(model), *as_flags(sizes), *as_flags(ours), *flags]
+    hooks = [*HOOK_FLAGS, *NORMALIZE_FLAGS]
+    sys.argv = ["train.py", *model_flags(model), *as_flags(sizes), *as_flags(ours), *hooks, *flags]
     return parse_args()
 
 

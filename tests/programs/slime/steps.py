@@ -46,15 +46,15 @@ LOSSES: dict[str, str] = {
     "uneven": "--use-tis --tis-clip 1.1 --global-batch-size 11",
 }
 """Flags; in ``uneven`` a Sample of the batch is missing."""
-LAYOUTS: dict[str, tuple[int, str]] = {
-    "tp2": (2, "--tensor-model-parallel-size 2"),
-    "sequence_parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "cp2": (2, "--context-parallel-size 2"),
-    "dp2": (2, "--use-distributed-optimizer"),
+LAYOUTS: dict[str, str] = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "sequence_parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "cp2": "--context-parallel-size 2",
+    "dp2": "--use-distributed-optimizer",
 }
-"""World sizes and flags of layouts of ``grpo``."""
-RESUMES = {name: (LAYOUTS.get(name, (1, ""))) for name in ("resumed", "tp2", "dp2")}
+"""Layouts of ``grpo`` on two ranks."""
+RESUMES = ("resumed", "tp2", "dp2")
 GROUPS, SIZE = 3, 4
 
 
@@ -80,11 +80,12 @@ def main(directory: Path) -> None:
     for seed, name in enumerate(("policy", "reference", "teacher")):
         make_model(seed=seed).save_pretrained(shutil.copytree(LOOKUP_POLICY, directory / name))
     cases = [Case(name=name, flags=flags) for name, flags in LOSSES.items()]
-    cases += [Case(name=name, flags=flags, world=world) for name, (world, flags) in LAYOUTS.items()]
+    cases += [Case(name=name, flags=flags, world=2) for name, flags in LAYOUTS.items()]
     saved = directory / "saved"
     cases.append(Case(name="two_steps", flags="--dist-ckpt-optim-fully-reshardable", steps=(0, 1), saved=saved))
-    for name, (world, flags) in RESUMES.items():
-        cases.append(Case(name=f"{name}_later", flags=flags, world=world, steps=(1,), saved=saved))
+    for name in RESUMES:
+        layout = {"flags": LAYOUTS.get(name, ""), "world": 1 + (name in LAYOUTS)}
+        cases.append(Case(name=f"{name}_later", steps=(1,), saved=saved, **layout))
     report({case.name: run(directory, case) for case in cases})
 
 
@@ -103,9 +104,6 @@ def fork(directory: Path, case: Case, rank: int, port: int) -> int:
     if pid := os.fork():
         return pid
     try:
-        output = os.open(directory / case.name / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         train(directory, case, rank, port)
         os._exit(0)
     except BaseException:
@@ -121,9 +119,11 @@ def train(directory: Path, case: Case, rank: int, port: int) -> None:
 
     from agl_slime.tools.rehearse.megatron.actor import MegatronTrainRayActor
 
-    logs: list[dict[str, Any]] = []
+    work, logs = directory / case.name, list[dict[str, Any]]()
+    output = os.open(work / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     model.logging_utils.log = lambda args, metrics, step_key: logs.append(metrics)
-    work = directory / case.name
     args, samples = args_of(directory, case), samples_of(uneven=case.name == "uneven")
     actor = MegatronTrainRayActor(case.world, rank, "127.0.0.1", port)
     kl = args.kl_coef != 0 or args.use_kl_loss

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-_HOOKS = "agl_slime.slime_hooks"
-
 
 def model_flags(model: Path) -> list[str]:
     """Megatron's options for a dense checkpoint, as slime's launch scripts give them."""
@@ -40,15 +38,11 @@ def train_flags(model: Path, directory: Path) -> list[str]:
 
 def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
     """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``."""
+    from agl_slime.cli.slime import HOOK_FLAGS, NORMALIZE_FLAGS  # imports slime
+
     flags: dict[str, object] = {"hf-checkpoint": model, "custom-config-path": settings}
-    flags |= {
-        "data-source-path": "agl_slime.AGLDataSource",
-        "custom-rollout-log-function-path": f"{_HOOKS}.log_rollout",
-    }
-    flags |= dict.fromkeys(("rollout-function-path", "eval-function-path"), f"{_HOOKS}.generate_rollout")
-    flags |= {"custom-reward-post-process-path": f"{_HOOKS}.normalize_rewards"}
     flags |= {"num-rollout": 8, "rollout-batch-size": 8, "n-samples-per-prompt": 4, "global-batch-size": 32}
     flags |= {"rollout-max-response-len": 48, "rollout-temperature": 1}
     flags |= {"override-opt_param-scheduler": ""}  # for a resume with more steps
     flags |= dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "num-gpus-per-node"), 1)
-    return [*train_flags(model, directory), *as_flags(flags)]
+    return [*train_flags(model, directory), *HOOK_FLAGS, *NORMALIZE_FLAGS, *as_flags(flags)]
