@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -188,14 +189,9 @@ def find_runs(path: Path, convert: Convert = no_other_runs) -> list[Path]:
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """The folder of each path, with its parents as far as another path ends in the same folders."""
     ends = [path.resolve().parts for path in paths]
-
-    def name(parts: tuple[str, ...]) -> str:
-        others = [other for other in ends if other != parts]
-        lengths = range(1, len(parts) + 1)
-        length = next((n for n in lengths if all(other[-n:] != parts[-n:] for other in others)), len(parts))
-        return Path(*parts[-length:]).as_posix()
-
-    return [name(parts) for parts in ends]
+    counts = Counter(parts[-n:] for parts in {*ends} for n in range(1, len(parts) + 1))
+    names = (next(parts[-n:] for n in range(1, len(parts) + 1) if counts[parts[-n:]] == 1) for parts in ends)
+    return [Path(*parts).as_posix() for parts in names]
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

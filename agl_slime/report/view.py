@@ -63,13 +63,10 @@ class _Follower:
         news = [run_data(reader) for reader in self._readers]
         return json_bytes(news) if any(news) else None
 
-    def rollout(self, run: int, rollout_id: str) -> bytes | None:
+    def reader(self, number: str) -> RunReader | None:
+        """The run of this number, with its news."""
         self.news()
-        return self._readers[run].rollout(rollout_id) if 0 <= run < len(self._readers) else None
-
-    def ids_with(self, run: int, text: str) -> list[str]:
-        self.news()
-        return self._readers[run].ids_with(text) if 0 <= run < len(self._readers) else []
+        return self._readers[int(number)] if number.isdecimal() and int(number) < len(self._readers) else None
 
 
 class _Viewer:
@@ -115,17 +112,17 @@ class _Viewer:
     async def _rollout(self, request: web.Request) -> web.Response:
         number, rollout_id = request.query.get("run", ""), request.query.get("id", "")
         async with self._lock:  # all pages share the follower, which is not thread-safe
-            run = int(number) if number.isdecimal() else -1
-            line = await run_in_thread(self._follower.rollout, run, rollout_id)
+            reader = await run_in_thread(self._follower.reader, number)
+            line = None if reader is None else await run_in_thread(reader.rollout, rollout_id)
         if line is None:
             raise web.HTTPNotFound(text=f"rollout {rollout_id!r} is not kept in run {number!r}")
         return json_response(orjson.Fragment(line), headers=_NOT_STORED)
 
     async def _ids(self, request: web.Request) -> web.Response:
         async with self._lock:
-            number, text = request.query.get("run", ""), request.query.get("text", "")
-            run = int(number) if number.isdecimal() else -1
-            return json_response(await run_in_thread(self._follower.ids_with, run, text), headers=_NOT_STORED)
+            reader = await run_in_thread(self._follower.reader, request.query.get("run", ""))
+            ids = [] if reader is None else await run_in_thread(reader.ids_with, request.query.get("text", ""))
+        return json_response(ids, headers=_NOT_STORED)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_NOT_STORED})
