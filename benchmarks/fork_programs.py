@@ -58,7 +58,7 @@ _OPENCODE = f"OPENCODE_DISABLE_MODELS_FETCH=true OPENCODE_CONFIG_CONTENT='{json.
 _QWEN: Any = {"tool": ("run_shell_command", "command"), "words": "--yolo --auth-type openai --prompt 'Look around.'"}
 _QWEN["settings"] = "OPENAI_API_KEY=any OPENAI_BASE_URL=$URL OPENAI_MODEL=m"
 _CLINE: Any = {"tool": ("run_commands", "commands"), "words": "-P openai -m m 'Look around.'"}
-_CLINE["before"] = "auth -p openai -k any -m m -b $URL"
+_CLINE |= {"before": "auth -p openai -k any -m m -b $URL", "settings": "CLINE_SESSION_BACKEND_MODE=local"}  # no daemon
 
 PROGRAMS = {
     "claude 2.1.117": Program(package="@anthropic-ai/claude-code@2.1.117", **_CLAUDE),

@@ -185,17 +185,10 @@ class Protocol(ABC):
 
 def list_of_models(roles: Mapping[str, LLM], name: str, *, since: datetime) -> dict[str, Any]:
     """The models of a rollout in a form that both SDKs read, or the one with this ``name``."""
+    head = {"object": "model", "created": int(since.timestamp()), "owned_by": "agl-slime"}
+    head |= {"type": "model", "created_at": since.isoformat(timespec="seconds")}
     cards = [
-        {
-            "id": llm.model,
-            "object": "model",
-            "created": int(since.timestamp()),
-            "owned_by": "agl-slime",
-            "type": "model",
-            "display_name": llm.model,
-            "created_at": since.isoformat(timespec="seconds"),
-        }
-        for llm in {llm.model: llm for llm in roles.values()}.values()
+        {"id": model, "display_name": model, **head} for model in dict.fromkeys(llm.model for llm in roles.values())
     ]
     if name:
         return {**cards[0], "id": name}

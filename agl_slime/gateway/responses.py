@@ -340,12 +340,8 @@ def _reasoning(answer_id: str, text: str, body: Mapping[str, Any]) -> dict[str, 
 
 
 def _message(answer_id: str, text: str, status: str = "completed", logprobs: Any = ()) -> dict[str, Any]:
-    content = [{**_text(text), "logprobs": list(logprobs)}]
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}]
     return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(result: CallResult) -> dict[str, Any]:

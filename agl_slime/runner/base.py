@@ -38,7 +38,7 @@ class RunnerSettings:
     """Longest time before spans of a running attempt are written; at most a third of ``unresponsive_seconds``."""
     lag_warning_s: float = 1.0
     """Block of the event loop after which a warning names the agent; 0 = off."""
-    stuck_after_s: float = 60.0
+    stuck_after_s: float = 40.0
     """Time without progress (interpreter lock held, or event loop blocked) after which a worker process is killed and
     replaced. Other processes may hold the lock for this long, or for the longest time limit of their rollouts. 0 =
     off."""

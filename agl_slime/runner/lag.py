@@ -63,9 +63,11 @@ class LagMonitor:
         self._thread.start()
 
     def allow(self, limit_s: float) -> None:
-        """Outside of workers: let the code of a rollout with this time limit hold the interpreter lock as long."""
-        if limit_s > self._limit_s and not self._worker:
-            self._limit_s = limit_s
+        """Let the code of a rollout with this time limit hold the interpreter lock as long; in a worker half as long at
+        most, before the store cancels the worker's other rollouts at their limits."""
+        longest_s = min(self._limit_s, max(_NAME_AFTER_S, limit_s / 2)) if self._worker else max(self._limit_s, limit_s)
+        if longest_s != self._limit_s and self._stuck_s:
+            self._limit_s = longest_s
             for monitor in _monitors[:1]:
                 monitor._beat()
 
@@ -88,7 +90,7 @@ class LagMonitor:
         while not self._stopped.wait(_TICK_S):
             self._beat()
             late_s = time.monotonic() - self._ticked - _TICK_S
-            if self._worker and late_s > self._stuck_s > 0:
+            if self._worker and late_s > self._limit_s > 0:
                 stack = stack_of(sys._current_frames()[self._loop_thread])
                 reason = f"since its event loop was blocked for {late_s:.0f} s in {place_of(stack)}"
                 watch.kill(os.getpid(), self._verdict, reason, rollout_in(stack), self._advice)

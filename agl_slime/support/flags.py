@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import tyro
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.net import shown_url
+from agl_slime.support.terminal import plain
 
 
 def parse_flags(
@@ -34,11 +36,10 @@ def parse_flags(
     try:
         with contextlib.redirect_stderr(refusal):
             made, unknown = tyro.cli(kind if is_class else bound, **options)
-    except SystemExit as end:
+    except SystemExit:
         unknown = re.findall(r"Unrecognized options:\W+?(-[\w.-]+)", refusal.getvalue())  # beside missing ones
-        if not unknown and end.code:
-            tyro.cli(kind if is_class else bound, **options)  # prints it, in the terminal's colours
         if not unknown:
+            sys.stderr.write(plain(refusal.getvalue()))
             raise
     if not unknown:
         return made if is_class or made is None else made()

@@ -76,6 +76,7 @@ SILENT = "--agent cli_agents:Silent"
         ("--num-iterations 0", "--num-iterations must be at least 1, got 0"),
         ("--local.lr -1", "lr must be above 0, got -1.0"),
         ("--trainer tpu", "'tpu'"),
+        ("--trainer \x1b[2J", "'\\x1b[2J'"),
         (
             "--sglang-kye SECRET",
             "error: there is no flag --sglang-kye; the nearest is --sglang-url, and train.py",

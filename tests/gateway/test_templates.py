@@ -8,40 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, STREAMED, Talk, body_of, user
-from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
+from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, STREAMED, Talk, body_of, user
+from tests.harness.chat_templates import TAKES_TURNS
 from tests.harness.gateway import gateway_counts, one_sample, post, prompts, serving
 from tests.harness.model_templates import MODELS, template_of
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 USER = user("Weather?")
-
-
-def test_instructions_beside_a_developers_message_are_one_system_message() -> None:
-    """As Codex sends them."""
-    with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
-        developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]}
-        talk = Talk(case, "responses", instructions="You code.", tools=[FUNCTION], store=False)
-        talk.ask(developer, {"type": "message", **USER})
-        talk.ask(*talk.results())
-        assert talk.text == "Sunny."
-        assert "You code.\n\nSandboxed.<|im_end|>" in case.tokenizer.decode(case.turns[0].prompt_ids)
-        one_sample(case)
-
-
-def test_later_system_messages_become_user_messages_in_place() -> None:
-    """As Claude Code sends them."""
-    with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
-        messages: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]
-        fields: Any = {"system": [{"type": "text", "text": "You code."}], "tools": [ANTHROPIC_TOOL]}
-        talk = Talk(case, "messages", **fields)
-        talk.ask(*messages)
-        talk.ask(*talk.results())
-        assert talk.text == "Sunny."
-        assert "<|im_start|>user\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
-        one_sample(case)
-        count = post(case, "messages/count_tokens", messages=messages, **fields)["input_tokens"]
-        assert count == len(case.turns[0].prompt_ids)
 
 
 @pytest.mark.parametrize("path", CHATS)
@@ -78,8 +51,8 @@ def test_claude_codes_session_of_32_turns_is_one_sample(model: str, keeps_blocks
     """With a reminder every ten turns; a client may leave the blocks of thinking out of its history."""
     turns = 32
     with serving(*says(model, turns), template=template_of(MODELS[model]), context_length=60_000) as case:
-        talk = Talk(case, "messages", system="You code.", tools=[ANTHROPIC_TOOL])
-        items = [user("Weather?")]
+        fields: Any = {"system": "You code.", "tools": [ANTHROPIC_TOOL]}
+        talk, items = Talk(case, "messages", **fields), [user("Weather?")]
         for number in range(turns):
             content = talk.ask(*items)
             assert content[0] == {**content[0], "type": "thinking", "thinking": thought(number)}
@@ -89,6 +62,8 @@ def test_claude_codes_session_of_32_turns_is_one_sample(model: str, keeps_blocks
             if number % 10 == 9:
                 items.append({"role": "system", "content": "Keep going."})
         one_sample(case, turns)
+        count = post(case, "messages/count_tokens", messages=talk.history[:-1], **fields)["input_tokens"]
+        assert count == len(case.turns[-1].prompt_ids)
         last = case.tokenizer.decode(case.turns[-1].prompt_ids.tolist(), skip_special_tokens=False)
         assert [last.count(text) for text in (CALLS[model], "Keep going.")] == [turns - 1 + turns // 3, turns // 10]
 

@@ -172,14 +172,21 @@ class StandingAgent(EchoAgent):
         await super().rollout_async(task, resources, rollout)
 
 
-@pytest.mark.parametrize(("agent", "place"), [(BacktrackingAgent(), "rollout()"), (StandingAgent(), "rollout_async()")])
+@pytest.mark.parametrize(
+    ("agent", "place", "stuck_after_s", "timeout_s"),
+    [
+        (BacktrackingAgent(), "rollout()", 3.0, 600.0),
+        (StandingAgent(), "rollout_async()", 3.0, 600.0),
+        pytest.param(BacktrackingAgent(), "rollout()", 40.0, 22.0, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_worker_that_is_stuck_costs_the_rollout_that_stops_it(
-    agent: LitAgent[Any], place: str, caplog: pytest.LogCaptureFixture
+    agent: LitAgent[Any], place: str, stuck_after_s: float, timeout_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two such rollouts and one restart: the others are retried without an attempt left, the two are not."""
     tasks: list[dict[str, Any]] = [{"n": n} | ({"stuck": True} if n in (3, 5) else {}) for n in range(8)]
-    store, ids = await prepared(tasks, max_attempts=1)
-    async with pool_of(1, agent, store, max_restarts=1, stuck_after_s=3.0) as pool:
+    store, ids = await prepared(tasks, max_attempts=1, timeout_seconds=timeout_s)
+    async with pool_of(1, agent, store, max_restarts=1, stuck_after_s=stuck_after_s) as pool:
         [first] = pool.pids()
         rollouts = await ends(store, ids)
         assert first not in pool.pids()
