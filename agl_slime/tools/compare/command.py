@@ -19,7 +19,7 @@ _OWN = frozenset(
     ("output_dir", "view", "track", "keep_rollouts", "sglang_url", "resume", "overwrite", "num_iterations")
 )
 """Settings that may differ between equal runs."""
-_CONTEXT = 12  # tokens shown before the one that differs
+_CONTEXT = 12  # tokens of text in front of the one that differs
 
 Row = Mapping[str, Any]
 
@@ -44,18 +44,14 @@ def compare(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path
 
 def first_difference(first: RunDir, second: RunDir) -> str | None:
     """In the order of draw; ``None`` for equal runs."""
-    return next(
-        (text for kind in (_settings, _groups, _weights) for text in kind(first, second)),
-        None,
-    )
+    return next((text for kind in (_settings, _groups, _weights) for text in kind(first, second)), None)
 
 
 def _settings(first: RunDir, second: RunDir) -> Iterator[str]:
-    values = [_flat(read_object(run.config) or {}) for run in (first, second)]
-    for name in sorted({*values[0], *values[1]}):
-        one, two = (flat.get(name) for flat in values)
-        if one != two and not _OWN.intersection(name.split(".")):
-            yield f"setting {name}: {one!r:.80} and {two!r:.80}"
+    left, right = (_flat(read_object(run.config) or {}) for run in (first, second))
+    for name in sorted({*left, *right}):
+        if left.get(name) != right.get(name) and not _OWN.intersection(name.split(".")):
+            yield f"setting {name}: {left.get(name)!r:.80} and {right.get(name)!r:.80}"
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -65,72 +61,76 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _groups(first: RunDir, second: RunDir) -> Iterator[str]:
-    by_task = [
+    left, right = (
         {(row["iteration"], row["instance_id"]): row for row in iter_jsonl(run.groups)} for run in (first, second)
-    ]
-    tasks = [{task: iteration for iteration, task in groups} for groups in by_task]
+    )
 
     def place(key: tuple[int, str | None]) -> tuple[int, int]:
         return key[0], int(key[1]) if key[1] is not None and key[1].isdecimal() else 0
 
-    for iteration, task in sorted({*by_task[0], *by_task[1]}, key=place):
-        rows = [groups.get((iteration, task)) for groups in by_task]
-        if rows[0] is None or rows[1] is None:
-            other = tasks[rows[0] is not None].get(task)
-            elsewhere = "and is in neither batch of the other" if other is None else f"there in iteration {other}"
-            yield f"order: iteration {iteration} has the group of task {task} in one run alone, {elsewhere}"
+    for iteration, task in sorted({*left, *right}, key=place):
+        key = iteration, task
+        if key in left and key in right:
+            yield from _members(first, second, left[key], right[key])
             continue
-        for number in range(max(len(row["rollouts"]) for row in rows if row is not None)):
-            yield from _member(first, second, rows[0], rows[1], number)
+        iterations = {name: number for number, name in (right if key in left else left)}
+        elsewhere = f"there in iteration {iterations[task]}" if task in iterations else "there in none"
+        yield f"order: iteration {iteration} has the group of task {task} in one run alone, {elsewhere}"
 
 
-def _member(first: RunDir, second: RunDir, one: Row, two: Row, number: int) -> Iterator[str]:
-    about = f"iteration {one['iteration']}, task {one['instance_id']}, rollout {number} of its group"
-    if len(one["rollouts"]) != len(two["rollouts"]):
-        yield f"{about}: the group has {len(one['rollouts'])} and {len(two['rollouts'])} rollouts"
+def _members(first: RunDir, second: RunDir, left: Row, right: Row) -> Iterator[str]:
+    about = f"iteration {left['iteration']}, task {left['instance_id']}"
+    if (count := len(left["rollouts"])) != len(right["rollouts"]):
+        yield f"{about}: the group has {count} and {len(right['rollouts'])} rollouts"
         return
-    if sorted(one["sealed"][number]) != sorted(two["sealed"][number]):
-        kept = [_kept(run, row["rollouts"][number]) for run, row in ((first, one), (second, two))]
-        if kept[0] is None or kept[1] is None:
-            yield f"{about}: other tokens, log-probs or versions; --keep-rollouts all keeps them"
-        else:
-            yield f"{about}, {_token(kept[0], kept[1])}"
-    for name in ("outcomes", "reasons", "rewards"):
-        if one[name][number] != two[name][number]:
-            yield f"{about}: equal tokens, and {name} {one[name][number]!r} and {two[name][number]!r}"
+    for number in range(count):
+        about = f"iteration {left['iteration']}, task {left['instance_id']}, rollout {number} of its group"
+        if sorted(left["sealed"][number]) != sorted(right["sealed"][number]):
+            records = [_record(run, row["rollouts"][number]) for run, row in ((first, left), (second, right))]
+            if records[0] is None or records[1] is None:
+                yield f"{about}: unequal tokens, log-probs or versions; --keep-rollouts all keeps them"
+            else:
+                yield f"{about}, {_token(records[0], records[1])}"
+        for name in ("outcomes", "reasons", "rewards"):
+            if left[name][number] != right[name][number]:
+                yield f"{about}: equal tokens, and {name} {left[name][number]!r} and {right[name][number]!r}"
 
 
-def _kept(run: RunDir, rollout_id: str) -> Row | None:
+def _record(run: RunDir, rollout_id: str) -> Row | None:
     return next((row for row in iter_jsonl(run.rollouts) if row["rollout_id"] == rollout_id), None)
 
 
-def _token(one: Row, two: Row) -> str:
-    """The first difference between two records of a rollout: of the earliest turn that differs."""
-    pairs = zip(*(sorted(row["samples"], key=lambda sample: sample["tokens"]) for row in (one, two)), strict=False)
-    for first, second in pairs:
-        ids = [unpack(sample["tokens"], "<i4") for sample in (first, second)]
-        shared = min(map(len, ids))
-        different = np.flatnonzero(ids[0][:shared] != ids[1][:shared])
-        index = int(different[0]) if len(different) else shared
-        if index < max(map(len, ids)):
-            at = index - first["prompt_length"]
-            turn = next((n for n, (start, end) in enumerate(first["turn_spans"]) if start <= at < end), None)
-            texts = [
-                sample["pieces"][index] if index < len(sample["pieces"]) else "(its end)" for sample in (first, second)
-            ]
-            before = "".join(first["pieces"][max(0, index - _CONTEXT) : index])
-            what = "prompt" if turn is None else f"turn {turn}: sampled token"
-            return f"{what} {index} is {texts[0]!r} and {texts[1]!r}, after {before!r}"
-        for name, what in (("weight_versions", "weight versions"), ("trained", "trained spans")):
-            if first[name] != second[name]:
-                return f"equal tokens, and {what} {first[name]} and {second[name]}"
-        scores = [unpack(sample["engine_log_probs"]) for sample in (first, second)]
-        for place in np.flatnonzero(scores[0] != scores[1])[:1].tolist():
-            values = (float(score[place]) for score in scores)
-            return "equal tokens, and log-probs {:.9g} and {:.9g} of token {}".format(
-                *values, first["prompt_length"] + place
-            )
-    return f"{len(one['samples'])} and {len(two['samples'])} Samples"
+def _content(sample: Row) -> tuple[Any, ...]:
+    return sample["tokens"], sample["engine_log_probs"], sample["weight_versions"], sample["trained"]
+
+
+def _token(left: Row, right: Row) -> str:
+    """The first difference between two records of a rollout, whose Samples may have ended in another order."""
+    contents = [[_content(sample) for sample in row["samples"]] for row in (left, right)]
+    unequal = [
+        sorted((sample for sample in row["samples"] if _content(sample) not in others), key=_content)
+        for row, others in zip((left, right), reversed(contents), strict=True)
+    ]
+    if not (unequal[0] and unequal[1]):
+        return f"{len(left['samples'])} and {len(right['samples'])} Samples"
+    first, second = unequal[0][0], unequal[1][0]
+    ids = [unpack(sample["tokens"], "<i4") for sample in (first, second)]
+    shared = min(map(len, ids))
+    index = next(iter(np.flatnonzero(ids[0][:shared] != ids[1][:shared]).tolist()), shared)
+    if index < max(map(len, ids)):
+        offset = index - first["prompt_length"]
+        turn = next((n for n, (start, end) in enumerate(first["turn_spans"]) if start <= offset < end), None)
+        texts = [[*sample["pieces"], *[""] * len(ids[0]), *[""] * len(ids[1])][index] for sample in (first, second)]
+        context = "".join(first["pieces"][max(0, index - _CONTEXT) : index])
+        subject = "prompt" if turn is None else f"turn {turn}: sampled token"
+        return f"{subject} {index} is {texts[0]!r} and {texts[1]!r}, after {context!r}"
+    for name, subject in (("weight_versions", "weight versions"), ("trained", "trained spans")):
+        if first[name] != second[name]:
+            return f"equal tokens, and {subject} {first[name]} and {second[name]}"
+    scores = [unpack(sample["engine_log_probs"]) for sample in (first, second)]
+    offset = int(np.flatnonzero(scores[0] != scores[1])[0])
+    values = f"{float(scores[0][offset]):.9g} and {float(scores[1][offset]):.9g}"
+    return f"equal tokens, and log-probs {values} of token {first['prompt_length'] + offset}"
 
 
 def _weights(first: RunDir, second: RunDir) -> Iterator[str]:
