@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness.slime_programs import REPOSITORY, require_slime
+from tests.harness.sources import SOURCES
 from tests.house.launched import RECIPES, parsed, programs, ray_job, variables
 
 HOOKS = "agl_slime.slime_hooks"
@@ -38,7 +39,10 @@ def check(arguments: dict[str, Any], **expected: Any) -> None:
 
 
 def flags_of_slimes_scripts(root: Path) -> set[str]:
+    """With the flags of Megatron's own parser, where it is at hand."""
     scripts = [path for suffix in ("sh", "py") for path in root.glob(f"scripts/**/*.{suffix}")]
+    if (megatron := SOURCES["megatron"].find()) is not None:
+        scripts += (megatron / "megatron" / "training").glob("*.py")
     return {flag for path in scripts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", path.read_text())}
 
 
@@ -120,7 +124,7 @@ def test_the_launch_script_with_a_rollout_buffer(root: Path, policy_dir: Path, t
         rewards_normalization=False,
         generators={"math": "base_generator.py", "agl": "agl_generator.py"},
     )
-    assert json.loads(Path(arguments["prompt_data"]).read_text())["instance_id"] == "instance_0"
+    assert arguments["prompt_data"] == str(tmp_path / "tasks.jsonl")  # whose rows the buffer numbers
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(port))):
         pass  # it has ended with the script
 
