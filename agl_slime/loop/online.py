@@ -337,6 +337,7 @@ class OnlineRLLoop:
 
     async def _save_at_end(self) -> None:
         """Write a checkpoint of a run that ends early, unless its trainer is in the middle of a step."""
+        self._schedule.stop()
         state = self._current_state()
         if self._save_fn is None or self._in_step or state.iteration == (self._saved or 0):
             return

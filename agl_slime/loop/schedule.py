@@ -163,10 +163,14 @@ class Schedule:
         results = run_rollouts(self._data_source, groups, enqueue, health=self._health, cancel_reason=_RUN_ENDED)
         return [member async for member in results]
 
+    def stop(self) -> None:
+        """Begin no further groups at the end of a run: one begun beside its last checkpoint would never be trained."""
+        self._over = True
+
     async def cancel_outstanding(self) -> None:
         """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
         first: finalized by the cancellation, a group would count its task as finished."""
-        self._over = True
+        self.stop()
         if self._filling is not None:
             # let it finish: rollouts that are enqueued but not in the ledger would never end there
             await asyncio.wait({self._filling}, timeout=_CANCEL_TIMEOUT_S)
@@ -198,6 +202,8 @@ class Schedule:
         enqueue = partial(self._enqueue, size=size, mode="train")
         while (n := self._admission.free) > 0:
             groups = await self._draw(self._tasks.take, n)
+            if self._over:
+                return
             self._admit(groups)
             await enqueue_groups(self._data_source, groups, enqueue, size=size, mode="train")
 

@@ -120,6 +120,39 @@ async def test_a_run_that_ends_early_is_saved_where_it_stands(
     assert bool(saved[-1].admitted)
 
 
+async def test_no_group_is_begun_beside_the_last_checkpoint(engine: ScriptedEngine) -> None:
+    """A dropped group's replacement is drawn while the run is cancelled: a group that the checkpoint's loop does not
+    know, and its data source does, would never be trained on."""
+    drawing, may_draw, admitted = threading.Event(), threading.Event(), list[tuple[set[str], set[str]]]()
+    make_numbered = numbered()
+
+    def make_task(rng: random.Random) -> dict[str, Any]:
+        task = make_numbered(rng)
+        if task["number"] == 4:
+            drawing.set()
+            assert may_draw.wait(20)
+        return task
+
+    def save(state: LoopState) -> None:
+        if state.iteration == 1:
+            may_draw.set()
+            for _ in range(2_000):
+                if case.loop._schedule._filling is None or case.loop._schedule._filling.done():
+                    break
+                time.sleep(0.01)
+            admitted.append(({*state.admitted}, {*case.loop._schedule.admitted()}))
+
+    agent = HelloAgent(judge=Judge(away=range(2, 3)))
+    settings: dict[str, Any] = {"tasks": make_task, "num_iterations": 9, "max_replaced_groups": 2, "save": save}
+    with LoopCase(agent=agent, url=engine.url, **settings) as case:
+        running = asyncio.ensure_future(case.loop.run_async())
+        assert await asyncio.to_thread(drawing.wait, 20)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert admitted == [({"3"}, {"3"})]
+
+
 async def test_an_interrupted_training_step_is_finished_and_saved(engine: ScriptedEngine) -> None:
     saved: list[LoopState] = []
     begun, may_end = threading.Event(), threading.Event()
