@@ -29,7 +29,7 @@ from agl_slime.engine.requests import BadRequest, Request
 from agl_slime.engine.sampling import RowParams, sample, uniforms
 from agl_slime.engine.slots import SlotModel
 from agl_slime.engine.weights import load_weights
-from agl_slime.errors import EngineError
+from agl_slime.errors import ConfigError, EngineError
 
 T = TypeVar("T")
 
@@ -64,8 +64,13 @@ class Engine:
         deterministic: bool = False,
         seed: int = 0,
     ) -> None:
+        has_experts = bool(routers_of(model))
+        if deterministic and has_experts:
+            raise ConfigError("deterministic: the batch of an expert has tokens of all requests; leave it out")
+        if deterministic and (threads := torch.get_num_threads()) > 1:
+            raise ConfigError(f"deterministic: torch has {threads} threads, and answers repeat with one; set 1")
         if return_routed_experts is None:
-            return_routed_experts = bool(routers_of(model))
+            return_routed_experts = has_experts
         self.max_running = max_running
         self.config: Any = model.config
         self.vocab_size = int(self.config.vocab_size)

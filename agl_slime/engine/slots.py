@@ -34,8 +34,8 @@ ATTENTION = "agl_slime_slots"
 _BLOCK = 8
 BUCKET = 64  # places that a token attends to at least, in a pass that does not depend on other tokens
 LEAST_ROWS = 8
-"""Rows of a product of matrices from which on a row's result does not depend on the others, with up to two threads: MKL
-has other kernels below four rows a thread."""
+"""Rows of a product of matrices from which on a row's result does not depend on the others, with one thread: MKL has
+other kernels below four rows (measured with torch 2.13)."""
 
 
 class Step:
@@ -127,19 +127,25 @@ class InvariantStep(Step):
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         super().__init__(keys, values)
-        # tokens [sequences, n] in the flat list, the slots of the sequences, the places of the n tokens in each
-        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # tokens [sequences, n] in the flat list, the slots of the sequences [sequences, 1], the places of the tokens
+        # [sequences, n], and which of the attended places are after them [sequences, 1, 1, n, width]
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def prefill(self, start: int, rows: torch.Tensor, cached: int, length: int) -> None:
         tokens = torch.arange(start, start + len(rows) * (length - cached)).unflatten(0, (len(rows), -1))
         for first in range(cached - cached % BUCKET, length, BUCKET):
             places = torch.arange(max(first, cached), min(first + BUCKET, length))
-            self._parts.append((tokens[:, places - cached], rows, places))
+            self._add(tokens[:, places - cached], rows, places.expand(len(rows), -1))
 
     def decode(self, positions: torch.Tensor, lengths: np.ndarray[Any, Any], step: int) -> None:
         for bucket in np.unique(lengths // BUCKET):
             rows = torch.from_numpy(np.flatnonzero(lengths // BUCKET == bucket))
-            self._parts += [(rows.unsqueeze(1), rows, positions[rows].unsqueeze(1))]
+            self._add(rows.unsqueeze(1), rows, positions[rows].unsqueeze(1))
+
+    def _add(self, tokens: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None:
+        width = (int(places[0, 0]) // BUCKET + 1) * BUCKET
+        later = torch.arange(width) > places.unsqueeze(-1)
+        self._parts.append((tokens, rows.unsqueeze(1), places, later[:, None, None]))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
@@ -149,21 +155,18 @@ class InvariantStep(Step):
         query = (query * (dim**-0.5 if scale is None else scale)).unflatten(0, (-1, groups))
         out = query.new_zeros(tokens, heads, dim)
         for cache, new in ((self._keys[layer], key), (self._values[layer], value)):
-            for part, rows, places in self._parts:
-                cache[rows.unsqueeze(1), :, places.expand(part.shape)] = new[:, part].permute(1, 2, 0, 3)
-        for part, rows, places in self._parts:
-            width = (int(places.max()) // BUCKET + 1) * BUCKET
-            k, v = (cache[rows, :, :width].flatten(0, 1) for cache in (self._keys[layer], self._values[layer]))
+            for part, rows, places, _ in self._parts:
+                cache[rows, :, places] = new[:, part].permute(1, 2, 0, 3)
+        for part, rows, _, later in self._parts:
+            width, n = later.shape[-1], groups * part.shape[1]
+            k, v = (cache[rows[:, 0], :, :width].flatten(0, 1) for cache in (self._keys[layer], self._values[layer]))
             k, v = (pad(x, (0, 0, 0, width - x.shape[1])) for x in (k, v))
-            n = groups * part.shape[1]
+            missing = (0, 0, 0, max(0, LEAST_ROWS - n))
             q = query[:, :, part].permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-            scores = torch.bmm(pad(q, (0, 0, 0, max(0, LEAST_ROWS - n))), k.transpose(1, 2))[:, :n]
-            hidden = torch.arange(width) > places.expand(part.shape).unsqueeze(-1)
-            weights = scores.reshape(len(rows), -1, groups, *hidden.shape[1:])
-            weights = weights.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).reshape(scores.shape)
-            attended = torch.bmm(pad(weights, (0, 0, 0, max(0, LEAST_ROWS - n))), v)[:, :n]
-            attended = attended.reshape(len(rows), heads, part.shape[1], dim)
-            out[part] = attended.transpose(1, 2)
+            scores = torch.bmm(pad(q, missing), k.transpose(1, 2))[:, :n]
+            by_group = scores.reshape(len(rows), -1, groups, part.shape[1], width).masked_fill(later, -torch.inf)
+            attended = torch.bmm(pad(by_group.softmax(-1).reshape(scores.shape), missing), v)[:, :n]
+            out[part] = attended.reshape(len(rows), heads, part.shape[1], dim).transpose(1, 2)
         return out
 
 
@@ -274,9 +277,8 @@ class SlotModel:
         if self._least:
             beside = self.prefill([ids, ids[:3], ids[:5]][: self.slots]).logits[0]
             if not torch.equal(beside, logits[0]):
-                name, threads = type(self.model).__name__, torch.get_num_threads()
-                why = f"logits of {name} depend on the batch here, with {threads} threads of torch {torch.__version__}"
-                raise ConfigError(f"deterministic answers: {why}; take one thread, or a model without experts")
+                reason = f"logits depend on the batch on this machine, with torch {torch.__version__}"
+                raise ConfigError(f"deterministic: {reason}; leave it out")
             while self.active:
                 self.release(0)
             self.flush()

@@ -14,6 +14,7 @@ from agl_slime.engine.requests import parse_generate
 from agl_slime.errors import ConfigError, EngineError
 from tests.engine.engines import Requests, load_model, running_engine
 from tests.harness.examples import examples
+from tests.harness.moe_policy import save_moe
 
 
 @pytest.fixture
@@ -189,6 +190,16 @@ def test_a_seed_gives_one_answer_alone_in_a_crowd_and_resumed(requests: Requests
     assert answer([5, 6, 7], 4) != whole != answer([5, 6, 7], None)
     body = {"input_ids": [5, 6, 7], "sampling_params": {"sampling_seed": 2, "n": 2}}
     assert [request.seed for request in parse_generate(body, encode=lambda _: [])[0]] == [2, 3]
+
+
+def test_deterministic_answers_need_one_thread_and_a_model_without_experts(policy_dir: Path, tmp_path: Path) -> None:
+    from agl_slime.engine.server import load_server
+
+    (tmp_path / "moe").mkdir()
+    for model, threads, problem in ((save_moe(tmp_path / "moe"), 1, "expert"), (policy_dir, 2, "torch has 2 threads")):
+        with pytest.raises(ConfigError, match=f"deterministic: .*{problem}"):
+            load_server(str(model), token=None, torch_threads=threads, deterministic=True)
+    load_server(str(policy_dir), token=None, torch_threads=1, deterministic=True).engine.close()
 
 
 @settings(max_examples=examples(8), deadline=None)
