@@ -77,8 +77,8 @@ _AUTOPSY = "agl_slime.tools.forensics.observer"  # imported when --autopsy asks 
 TorchThreads = int | Literal["auto"] | None
 
 # Settings that may differ when a run is resumed.
-_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine"})
-_MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url", "autopsy"}
+MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine"})
+MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url", "autopsy"}
 
 
 async def run_training(
@@ -432,7 +432,7 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     if unrecorded := [each.loop.iteration for each in checkpoints if each.loop.iteration not in noted]:
         why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {unrecorded[0]}"
         raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
-    if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
+    if changed := [name for name in run.changed if name not in MAY_CHANGE]:
         logger.warning("These settings have changed since the run began: %s.", ", ".join(changed))
     return checkpoints
 

@@ -258,7 +258,7 @@ def check_run_dir(
         previous = run.settings()
         if previous is None and not overwrite:
             raise ConfigError(f"{run.config} is not a JSON object; {fix}")
-        changed = _differences(previous or {}, current)
+        changed = differences(previous or {}, current)
         if (changed or run.has_begun) and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             which = f"a run with other settings ({some})" if changed else "this run already"
@@ -284,13 +284,13 @@ def open_run_dir(path: Path | None, *, agent: str, settings: Any, root: Path | s
     return pending.run
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
     """The names of settings that differ, nested ones with dots, in alphabetical order."""
     names: list[str] = []
     for key in sorted({*old, *new} - (_START_SETTINGS if not prefix else frozenset())):
         old_value, new_value = old.get(key), new.get(key)
         if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
-            names += _differences(old_value, new_value, f"{prefix}{key}.")
+            names += differences(old_value, new_value, f"{prefix}{key}.")
         elif old_value != new_value:
             names.append(f"{prefix}{key}")
     return tuple(names)

@@ -151,6 +151,10 @@ def test_other_weights_of_equal_rollouts_are_named(reference: Path, tmp_path: Pa
     model.write_bytes(model.read_bytes()[:-1] + b"\x01")
     with pytest.raises(AglSlimeError, match="all rollouts are equal, and the trained weights are not"):
         compare(reference, other)
+    model.write_bytes((reference / "model" / "model.safetensors").read_bytes())
+    (other / "model" / "model-00002.safetensors").touch()  # of a model in several files
+    with pytest.raises(AglSlimeError, match="the trained weights are not"):
+        compare(reference, other)
     (other / "config.json").unlink()
     with pytest.raises(ConfigError, match="holds no run"):
         compare(reference, other)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
 
+from agl_slime.cli.local import MAY_CHANGE
 from agl_slime.errors import AglSlimeError, ConfigError
-from agl_slime.report.files import RunDir, iter_jsonl, read_object
+from agl_slime.report.files import RunDir, differences, iter_jsonl, read_object
 from agl_slime.report.rollouts import unpack
 from agl_slime.support.terminal import print_line
 
-_OWN = frozenset(
-    ("output_dir", "view", "track", "keep_rollouts", "sglang_url", "resume", "overwrite", "num_iterations")
-)
-"""Settings that may differ between equal runs."""
 _CONTEXT = 12  # tokens of text in front of the one that differs
 
 Row = Mapping[str, Any]
@@ -39,7 +37,8 @@ def compare(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path
     if (difference := first_difference(*runs)) is not None:
         raise AglSlimeError(f"{first} and {second} differ: {difference}")
     groups = sum(1 for _ in iter_jsonl(runs[0].groups))
-    print_line(f"{first} and {second} are equal: {groups:,} groups, and the weights")
+    weights = "and the weights" if _weight_digests(runs[0]) else "of runs without weights yet"
+    print_line(f"{first} and {second} are equal: {groups:,} groups, {weights}")
 
 
 def first_difference(first: RunDir, second: RunDir) -> str | None:
@@ -48,16 +47,11 @@ def first_difference(first: RunDir, second: RunDir) -> str | None:
 
 
 def _settings(first: RunDir, second: RunDir) -> Iterator[str]:
-    left, right = (_flat(read_object(run.config) or {}) for run in (first, second))
-    for name in sorted({*left, *right}):
-        if left.get(name) != right.get(name) and not _OWN.intersection(name.split(".")):
-            yield f"setting {name}: {left.get(name)!r:.80} and {right.get(name)!r:.80}"
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {name: value}
-    return {path: leaf for key, each in value.items() for path, leaf in _flat(each, f"{name}.{key}".strip(".")).items()}
+    left, right = (read_object(run.config) or {} for run in (first, second))
+    for name in differences(left, right):
+        if name not in MAY_CHANGE:
+            values = (reduce(lambda part, key: (part or {}).get(key), name.split("."), each) for each in (left, right))
+            yield "setting {}: {!r:.80} and {!r:.80}".format(name, *values)
 
 
 def _groups(first: RunDir, second: RunDir) -> Iterator[str]:
@@ -134,8 +128,13 @@ def _token(left: Row, right: Row) -> str:
 
 
 def _weights(first: RunDir, second: RunDir) -> Iterator[str]:
-    files = [run.path / "model" / "model.safetensors" for run in (first, second)]
-    if all(path.exists() for path in files):
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-        if digests[0] != digests[1]:
-            yield "all rollouts are equal, and the trained weights are not"
+    if _weight_digests(first) != _weight_digests(second):
+        yield "all rollouts are equal, and the trained weights are not"
+
+
+def _weight_digests(run: RunDir) -> dict[str, str]:
+    digests = {}
+    for path in (run.path / "model").glob("*.safetensors"):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
