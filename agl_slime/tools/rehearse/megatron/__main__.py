@@ -92,7 +92,7 @@ def train(script: str, words: list[str]) -> None:
     flags = [*flags_of.run_flags(parsed.hf_checkpoint.resolve(), settings, run_dir), *words]
     with ExitStack() as stack:
         if parsed.rollout_external_engine_addrs is None:
-            engine = stack.enter_context(EmbeddedEngine(parsed.hf_checkpoint))
+            engine = stack.enter_context(EmbeddedEngine(parsed.hf_checkpoint, deterministic=1))
             flags += ["--rollout-external-engine-addrs", engine.url.removeprefix("http://")]
         run(sources.slime / script, flags, num_gpus=parsed.actor_num_nodes * parsed.actor_num_gpus_per_node)
     page = RunReader(run_dir, SlimeRuns(parsed.hf_checkpoint)).update()
