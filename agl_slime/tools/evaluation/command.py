@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-import sysconfig
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -31,6 +28,7 @@ from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tools.evaluation.source import source_digest
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
@@ -461,43 +459,3 @@ def _result(
     if len(models) == 2:
         result["difference"] = compare(*rewards, limit=config.passes)
     return result
-
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def source_digest(agent: Any, modules: Sequence[ModuleType]) -> str:
-    """The digest of the files of ``modules``, of the agent's classes and of all modules they import by name, without
-    installed packages. Imports within functions, and data files, are not seen."""
-    digest = hashlib.blake2b(digest_size=16)
-    names = {file: name for name, file in _files(agent, modules)}
-    for file in sorted(names, key=lambda file: (names[file], file)):
-        digest.update(hashlib.blake2b(Path(file).read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str]]:
-    """Name and file of each module."""
-    classes = (sys.modules.get(base.__module__) for base in type(agent).__mro__)
-    pending = [*modules, *(module for module in classes if module is not None and not _is_installed(module))]
-    visited = set[int]()
-    while pending:
-        module = pending.pop()
-        file = getattr(module, "__file__", None)
-        if id(module) in visited or not isinstance(file, str):
-            continue
-        visited.add(id(module))
-        if Path(file).is_file():
-            yield module.__name__.rpartition(".")[2], file
-        for value in list(vars(module).values()):
-            name = getattr(value, "__module__", None)
-            origin = sys.modules.get(name) if isinstance(name, str) else None
-            imported = value if isinstance(value, ModuleType) else origin
-            if imported is not None and not _is_installed(imported):
-                pending.append(imported)
-
-
-def _is_installed(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    ours = module.__name__.partition(".")[0] == __name__.partition(".")[0] and ".by_file." not in module.__name__
-    return ours or not isinstance(file, str) or file.startswith(_INSTALLED)
