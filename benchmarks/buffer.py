@@ -28,6 +28,8 @@ from pathlib import Path
 
 import tyro
 
+from agl_slime.support.net import free_port
+
 _ECHO = """
 import sys
 from aiohttp import web
@@ -235,12 +237,6 @@ async def server(*command: str, port: int) -> AsyncIterator[int]:
     finally:
         process.terminate()
         await process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def run(options: Options) -> list[Row]:

@@ -284,7 +284,7 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
 async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
     from agentlightning import InMemoryLightningStore, LightningStoreServer
 
-    from benchmarks.buffer import free_port
+    from agl_slime.support.net import free_port
 
     store = InMemoryLightningStore(thread_safe=True)
     server = LightningStoreServer(store=store, host="127.0.0.1", port=free_port())

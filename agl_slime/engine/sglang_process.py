@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.net import free_port
 from agl_slime.support.other_python import installed_version, without_pythonpath
 from agl_slime.support.threads import usable_cores
 
@@ -74,7 +73,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    env, port = without_pythonpath(), _free_port()
+    env, port = without_pythonpath(), free_port()
     probe = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if probe.returncode != 0:
         return probe.returncode  # the child has printed the reason
@@ -112,15 +111,6 @@ def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving:
     if code is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
     return code or 1
-
-
-def _free_port() -> int:
-    """A free port below 50,000: SGLang also uses ports up to 10,000 above it."""
-    for port in random.sample(range(20_000, 50_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port between 20000 and 50000")
 
 
 def _healthy(port: int) -> bool:

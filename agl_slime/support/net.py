@@ -5,9 +5,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import random
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from yarl import URL
@@ -101,6 +103,16 @@ def require_local_address(host: str) -> None:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"host {host!r} is not an address of this machine: give one that is, or 127.0.0.1") from error
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing uses. It lies below the system's own range, 32,768 and up, from which a server
+    without a port or a connection of another process could take it before its user does."""
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 32767")
 
 
 def require_token(host: str, token: str | None, *, setting: str) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from agl_slime.cli.main import COMMANDS, main
+from agl_slime.support.net import free_port
 from agl_slime.types import HAS_SLIME
 from tests.harness.engine_faults import Status
 from tests.harness.loop_thread import in_thread
 from tests.harness.packages import install
 from tests.harness.scripted_engine import ScriptedEngine
-from tests.harness.servers import free_port
 
 AGENTS = """
 from agl_slime import SGLangLitAgent

@@ -17,11 +17,11 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
-from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
+from agl_slime.support.net import bypass_proxies, free_port, hosts_behind_proxy
 from agl_slime.tools.doctor.command import examine
 from tests.harness.gateway import engine_saying
 from tests.harness.loop_thread import in_thread
-from tests.harness.servers import free_port, server_that_answers
+from tests.harness.servers import server_that_answers
 from tests.harness.tokenizers import small_tokenizer
 
 

@@ -11,8 +11,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from agl_slime.support.net import free_port
 from tests.harness.guard import guarded
-from tests.harness.servers import free_port
 
 
 @contextmanager

@@ -19,11 +19,11 @@ import pytest
 
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.read import RunReader
+from agl_slime.support.net import free_port
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.guard import guarded
 from tests.harness.megatron import require_megatron
 from tests.harness.routers import sglang_router
-from tests.harness.servers import free_port
 from tests.harness.slime_programs import environment, require_slime, run_guarded
 from tests.house.launched import RECIPES, programs, variables
 

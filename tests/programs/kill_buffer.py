@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.harness.servers import free_port
+from agl_slime.support.net import free_port
 
 _GENERATOR = '''
     """Writes two items per instance, slowly enough to be killed in between."""

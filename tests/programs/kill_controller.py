@@ -28,9 +28,9 @@ import psutil
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.report.files import iter_jsonl
 from agl_slime.runner.controller_process import agents_of
+from agl_slime.support.net import free_port
 from agl_slime.tools.audit import audit
 from tests.harness.agl1 import local_controller
-from tests.harness.servers import free_port
 from tests.harness.train_process import Run, train
 
 KEY = "the-key"

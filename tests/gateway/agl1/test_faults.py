@@ -20,11 +20,11 @@ from agl_slime.runner import controller as controllers
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.net import free_port
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
 from tests.harness.gateway import BODY
 from tests.harness.loop import LoopCase, hello_engine
-from tests.harness.servers import free_port
 from tests.harness.tokenizers import small_tokenizer
 
 

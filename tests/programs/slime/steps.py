@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.support.net import free_port
 from agl_slime.tools.rehearse.megatron.__main__ import prepare
 from agl_slime.tools.rehearse.megatron.flags import as_flags, run_flags
 from agl_slime.types import Sample
-from tests.harness.servers import free_port
 from tests.harness.slime_programs import report
 from tests.harness.trainer_policy import make_model, make_samples
 

@@ -12,9 +12,9 @@ import pytest
 from agl_slime.cli.main import main
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
 from agl_slime.runner.controller_process import PYTHON_VARIABLE
+from agl_slime.support.net import free_port
 from agl_slime.tools.doctor import command as doctor
 from agl_slime.tools.doctor.command import Line, examine, used
-from tests.harness.servers import free_port
 
 
 @pytest.fixture(autouse=True)

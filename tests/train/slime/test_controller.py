@@ -15,10 +15,10 @@ from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.runner.controller_process import agents_of
+from agl_slime.support.net import free_port
 from tests.gateway.agl1.test_faults import playing
 from tests.harness.gateway import TEMPLATE, engine_saying
 from tests.harness.loop_thread import in_thread
-from tests.harness.servers import free_port
 from tests.harness.slime_source import AGENT, args_for, check, write_tasks
 from tests.harness.tokenizers import small_tokenizer
 
