@@ -202,7 +202,8 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def config_values(config: TrainConfig) -> dict[str, Any]:
     """The settings as ``read_config`` reads them from JSON, which has no infinity, in any directory."""
-    local = {**asdict(config.local), "loss": _absolute_name(config.local.loss)}
+    local = asdict(config.local)
+    local |= {name: _absolute_name(local[name]) for name in ("loss", "advantage", "metric") if local[name]}
     values: dict[str, Any] = {**flat_values(config), "local": local}
     if config.runners != "controller":  # which imports modules alone
         values["agent"] = _absolute_name(config.agent)

@@ -9,7 +9,7 @@ groups by ``group_index``.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from agl_slime.errors import RewardError
 from agl_slime.tokens.reward import reward_number
@@ -30,10 +30,16 @@ def is_counted(sample: Sample) -> bool:
 
 
 def normalize_rewards(
-    rewards: Sequence[float], *, group_indices: Sequence[Hashable], rollout_ids: Sequence[Hashable], std: bool = True
+    rewards: Sequence[float],
+    *,
+    group_indices: Sequence[Hashable],
+    rollout_ids: Sequence[Hashable],
+    std: bool = True,
+    advantages: Callable[[Sequence[float], Sequence[int]], Sequence[float]] | None = None,
 ) -> list[float]:
     """The advantage of each sample: ``(r - mean) / (std + 1e-6)`` over the rollouts of its group, or ``r - mean``
-    without ``std``, which is the unbiased estimate (``n - 1``) as in slime.
+    without ``std``, which is the unbiased estimate (``n - 1``) as in slime. ``advantages`` replaces the formula: from
+    the rewards of the rollouts and the numbers of their groups, from 0, their advantages.
 
     The three sequences are parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
     count once and get the same advantage. A sample without ``rollout_id`` is a separate rollout, a rollout without
@@ -61,7 +67,11 @@ def normalize_rewards(
     for rollout, (_, group) in by_rollout.items():
         members.setdefault(object() if group is None else group, []).append(rollout)
     advantage_of: dict[object, float] = {}
-    for group in members.values():
+    if advantages is not None:
+        numbered = [(number, key) for number, group in enumerate(members.values()) for key in group]
+        values = advantages([by_rollout[key][0] for _, key in numbered], [number for number, _ in numbered])
+        advantage_of.update(zip((key for _, key in numbered), values, strict=True))
+    for group in members.values() if advantages is None else ():
         advantage_of.update(zip(group, _advantages([by_rollout[key][0] for key in group], std=std), strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
 

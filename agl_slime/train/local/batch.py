@@ -21,6 +21,7 @@ from agl_slime.data.normalize import is_counted, normalization_key, normalize_re
 from agl_slime.engine.client.replay import Nucleus
 from agl_slime.errors import TrainerError
 from agl_slime.tokens.codec import common_prefix
+from agl_slime.train.local.functions import user_advantages
 from agl_slime.types import Sample, flat_samples, staleness_spans
 
 
@@ -61,6 +62,7 @@ class TrainBatch:
         reward_key: str | None = None,
         rewards_normalization: bool = True,
         std_normalization: bool = True,
+        advantage: str | None = None,
         max_response: int = 0,
         overlong_buffer: int = 0,
     ) -> TrainBatch:
@@ -119,7 +121,13 @@ class TrainBatch:
         rewards = [part.reward + penalties[part.sample] for part in rewarded]
         if rewards_normalization and rewarded:
             groups, rollouts = zip(*(normalization_key(flat[part.sample], part.name) for part in rewarded), strict=True)
-            rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
+            rewards = normalize_rewards(
+                rewards,
+                group_indices=groups,
+                rollout_ids=rollouts,
+                std=std_normalization,
+                advantages=user_advantages(advantage) if advantage else None,
+            )
         token_rewards = [np.zeros(len(mask)) for mask in masks]
         for part, reward in zip(rewarded, rewards, strict=True):
             for start, end in part.spans:

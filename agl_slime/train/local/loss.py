@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from agl_slime.agent.loading import load_function
-from agl_slime.errors import TrainerError, format_exception
+from agl_slime.errors import TrainerError
+from agl_slime.train.local.functions import user_function
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 MAX_STALENESS = 4
@@ -116,13 +116,10 @@ def policy_loss(name: str) -> Callable[..., PolicyTerms]:
     without such a function."""
     if name in ("ppo", "cispo"):
         return policy_terms if name == "ppo" else weighted_terms
-    function = load_function(name, flag="--local.loss")
+    function = user_function(name, flag="--local.loss")
 
     def user_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **bounds: float) -> PolicyTerms:
-        try:
-            terms = function(log_probs, old_log_probs, advantages, **bounds)
-        except Exception as error:
-            raise TrainerError(f"--local.loss {name} failed with {format_exception(error)}") from error
+        terms = function(log_probs, old_log_probs, advantages, **bounds)
         loss = terms.loss if isinstance(terms, PolicyTerms) else terms
         if not isinstance(loss, Tensor) or loss.shape != log_probs.shape:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

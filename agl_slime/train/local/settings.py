@@ -76,6 +76,13 @@ class LocalTrainerSettings:
     """Advantages: subtract the mean reward of the prompt group."""
     std_normalization: bool = True
     """Advantages: also divide by the standard deviation of the prompt group."""
+    advantage: str | None = None
+    """Advantages by path/to/file.py:function, in place of both normalizations: from the rewards ``[n]`` and the groups'
+    numbers ``[n]`` of a batch's rollouts, the advantages ``[n]``."""
+    metric: str | None = None
+    """Metrics by path/to/file.py:function, as ``user/NAME``: from a batch's ``log_probs``, ``old_log_probs``,
+    ``advantages``, ``entropy`` and ``rollouts`` (numbers from 0), ``[n]`` each with an entry per sampled token, a dict
+    of numbers by name."""
     reward_key: str | None = None
     """The reward to train on, of several by name; by default the first of the first rollout."""
     lora_rank: int = 0
@@ -110,6 +117,7 @@ class LocalTrainerSettings:
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("clip_high", lambda value: value > 0, "above 0"),
             ("loss", lambda name: name in ("ppo", "gspo", "cispo") or ":" in name, "ppo, gspo, cispo or FILE.py:NAME"),
+            ("advantage metric", lambda name: ":" in name, "FILE.py:NAME"),
             ("aggregation", ("token", "rollout", "constant").__contains__, "'token', 'rollout' or 'constant'"),
             ("max_response overlong_buffer", lambda value: value >= 0, "at least 0"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
@@ -117,6 +125,8 @@ class LocalTrainerSettings:
             ("tis_clip", lambda value: 0 < value < math.inf, "above 0"),
             ("icepop_range", lambda v: len(v) == 2 and 0 <= v[0] <= v[1] < math.inf, "two numbers, the lower first"),
         )
+        if self.advantage and not (self.rewards_normalization and self.std_normalization):
+            raise ConfigError(f"advantage {self.advantage} replaces both normalizations; leave their flags out.")
         if self.overlong_buffer and self.overlong_buffer >= self.max_response:
             sizes = f"overlong_buffer is {self.overlong_buffer} and max_response {self.max_response}"
             raise ConfigError(f"{sizes}; set max_response to the sampled tokens of the longest rollout.")

@@ -30,6 +30,7 @@ from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.train.local import lora
 from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
+from agl_slime.train.local.functions import user_function, user_metrics
 from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
 from agl_slime.train.local.loss import (
     Objective,
@@ -96,8 +97,12 @@ class LocalTrainer:
         LoRA.
         """
         self.settings = settings or LocalTrainerSettings()
+        # a missing function is an error before the first rollout
         if self.settings.loss != "gspo":
-            policy_loss(self.settings.loss)  # a missing function is an error before the first rollout
+            policy_loss(self.settings.loss)
+        for flag in ("advantage", "metric"):
+            if path := getattr(self.settings, flag):
+                user_function(path, flag=f"--local.{flag}")
         self._temperature, self._seed = temperature, seed
         self._teacher_coef, self._teacher_alone = teacher_coef, teacher_alone
         self._torch_threads: int | Literal["auto"] | None = torch_threads
@@ -224,6 +229,11 @@ class LocalTrainer:
         loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
         metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}
         metrics |= {"train/entropy": float(first.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
+        if self.settings.metric:
+            scored = {"log_probs": first.log_probs, "old_log_probs": old, "entropy": first.entropy}
+            arrays = {name: tensor.cpu().numpy() for name, tensor in scored.items()}
+            arrays |= {"advantages": checked.token_rewards, "rollouts": checked.token_rollouts}
+            metrics |= user_metrics(self.settings.metric, **arrays)
         return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
 
@@ -423,6 +433,7 @@ class LocalTrainer:
             reward_key=self.settings.reward_key,
             rewards_normalization=self.settings.rewards_normalization,
             std_normalization=self.settings.std_normalization,
+            advantage=self.settings.advantage,
             max_response=self.settings.max_response,
             overlong_buffer=self.settings.overlong_buffer,
         )

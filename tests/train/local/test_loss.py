@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,8 +15,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from agl_slime.data.normalize import overlong_penalty  # noqa: E402
+from agl_slime.data.normalize import normalize_rewards, overlong_penalty  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.train.local.functions import user_advantages, user_metrics  # noqa: E402
 from agl_slime.train.local.loss import (  # noqa: E402
     Objective,
     Reference,
@@ -141,13 +143,18 @@ def test_the_overlong_penalty_is_dapos(n_tokens: int, longest: int, data: st.Dat
     assert overlong_penalty(n_tokens, longest=longest, buffer=0) == 0.0
 
 
-def test_a_loss_by_path_is_the_users_own_and_its_errors_are_typed(tmp_path: Path):
-    """The function is docs/trainer.md's own."""
+def pages_file(directory: Path, more: str) -> Path:
+    """The functions of docs/trainer.md, and ``more``."""
     page = (Path(__file__).parents[3] / "docs/trainer.md").read_text()
     (example,) = re.findall(r"```python\n# my_loss\.py\n(.*?)```", page, re.DOTALL)
-    file = tmp_path / "my_loss.py"
-    file.write_text(
-        f"{example}\n\ndef mean(log_probs, *_, **__):\n    return log_probs.mean()\n\ndef broken():\n    pass\n"
+    file = directory / "my_loss.py"
+    file.write_text(f"{example}\n\n{more}\n")
+    return file
+
+
+def test_a_loss_by_path_is_the_users_own_and_its_errors_are_typed(tmp_path: Path):
+    file = pages_file(
+        tmp_path, "def mean(log_probs, *_, **__):\n    return log_probs.mean()\n\ndef broken():\n    pass"
     )
     new = doubles(0.0, 0.0, -1.0).requires_grad_()
     old, advantages, bounds = doubles(-1.5, -1.5, -1.0), doubles(-1.0, 1.0, 2.0), {"clip_low": 0.2, "clip_high": 0.2}
@@ -164,3 +171,30 @@ def test_a_loss_by_path_is_the_users_own_and_its_errors_are_typed(tmp_path: Path
             policy_loss(f"{file}:{name}")(new, old, advantages, **bounds)
     with pytest.raises(ConfigError, match="has no function absent"):
         policy_loss(f"{file}:absent")
+
+
+REWARDS, GROUPS, ROLLOUTS = [1.0, 1.0, 0.0, 5.0, 2.0], [7, 7, 7, None, 9], [3, 3, 4, 5, 6]  # siblings first
+
+
+def test_advantages_by_path_are_of_rollouts_and_their_groups(tmp_path: Path):
+    file = pages_file(
+        tmp_path, "def short(rewards, groups):\n    return rewards[:1]\n\nnan = lambda r, g: r * numpy.nan"
+    )
+    keys: dict[str, Any] = {"group_indices": GROUPS, "rollout_ids": ROLLOUTS}
+    values = normalize_rewards(REWARDS, **keys, advantages=user_advantages(f"{file}:leave_one_out"))
+    assert values == [1.0, 1.0, -1.0, 0.0, 0.0]
+    for name, problem in (
+        ("short", "returned [1]; return a finite number per rollout, [4]"),
+        ("nan", "a finite number"),
+    ):
+        with pytest.raises(TrainerError, match=re.escape(problem)):
+            normalize_rewards(REWARDS, **keys, advantages=user_advantages(f"{file}:{name}"))
+
+
+def test_metrics_by_path_are_numbers_by_name(tmp_path: Path):
+    file = pages_file(tmp_path, "def nothing(**_):\n    pass\n\ndef endless(**_):\n    return {'ratio': numpy.inf}")
+    arrays = {"log_probs": np.array([-1.0, -2.0, -4.0]), "advantages": np.array([1.0, 1.0, -1.0])}
+    assert user_metrics(f"{file}:surprise", **arrays) == {"user/nats_of_the_good": 1.5}
+    for name, problem in (("nothing", "no dict of numbers by name"), ("endless", "user/ratio is inf")):
+        with pytest.raises(TrainerError, match=problem):
+            user_metrics(f"{file}:{name}", **arrays)

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.errors import TrainerError  # noqa: E402
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.loop.trainer import HasTokenScores, Trainer  # noqa: E402
 from agl_slime.train.local import LocalTrainerSettings, TrainBatch  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
@@ -56,6 +56,21 @@ def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: P
     assert [len(row) for row in scores.advantages] == [len(theirs) for theirs in engine]
     batch = TrainBatch.from_samples(samples)
     assert np.concatenate(scores.advantages) == pytest.approx(batch.token_rewards)
+
+
+def test_an_advantage_and_a_metric_by_path_are_of_the_batch(policy: Path, samples: list[Sample], tmp_path: Path):
+    (file := tmp_path / "mine.py").write_text(
+        "def double(rewards, groups):\n    return 2 * rewards\n\n"
+        "def mean(*, advantages, **arrays):\n    assert {len(a) for a in arrays.values()} == {len(advantages)}\n"
+        "    return {'mean': advantages.mean()} if set(arrays) == {*NAMES} else {}\n\n"
+        "NAMES = 'log_probs', 'old_log_probs', 'entropy', 'rollouts'"
+    )
+    metrics = trainer(policy, advantage=f"{file}:double", metric=f"{file}:mean").train(samples, iteration=0)
+    rewards = TrainBatch.from_samples(samples, rewards_normalization=False).token_rewards
+    assert metrics["user/mean"] == pytest.approx(2 * rewards.mean())
+    for flag in ("advantage", "metric"):
+        with pytest.raises(ConfigError, match=f"--local.{flag} .* has no function absent"):
+            trainer(policy, **{flag: f"{file}:absent"})
 
 
 def test_the_log_prob_difference_shows_a_wrong_mask_or_temperature(policy: Path, tmp_path: Path):
