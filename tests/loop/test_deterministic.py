@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 import shutil
 import signal
@@ -18,9 +19,11 @@ import pytest
 
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.cli.wiring import RunInputs
+from agl_slime.engine.client import generation
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import iter_jsonl
+from agl_slime.report.rollouts import pack, unpack
 from agl_slime.tools.compare.command import compare
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import needs_torch, train
@@ -42,23 +45,33 @@ def content_of(run: Path) -> tuple[str, list[Any]]:
 
 
 class Unsteady(LookupAgent):
-    """Waits for another time before each rollout of each run, and flips a coin of the session's."""
+    """Waits for another time before each rollout of each run, and asks and answers by draws of the session's."""
+
+    def question(self, session: Any) -> str:
+        return f"{session.rng.random():.3f}"
+
+    tool = question
+    options: dict[str, Any] = {}
 
     async def run(self, task: dict[str, Any], session: Any) -> Any:
         await asyncio.sleep(random.random() * 0.05)
-        session.add({"role": "user", "content": f"{session.rng.random():.3f}"})
-        return await super().run(task, session)
+        await session.ask({"role": "user", "content": self.question(session)}, **self.options)
+        await session.ask({"role": "tool", "content": self.tool(session)})
 
-
-class Clock(LookupAgent):
-    async def run(self, task: dict[str, Any], session: Any) -> Any:
-        session.add({"role": "user", "content": f"It is {time.time()}."})
-        return await super().run(task, session)
-
-
-class Coin(LookupAgent):
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
-        return random.random()
+        return sum(response.encode()) % 3 / 2
+
+
+def edited(_: Any, session: Any) -> str:
+    """A tool that changes the history, too."""
+    session.messages[0]["content"] += "!"
+    return f"{session.rng.random():.3f}"
+
+
+def broken(_: Any, session: Any) -> str:
+    if (number := session.rng.random()) > 0.8:
+        raise OSError("the tool is away")
+    return f"{number:.3f}"
 
 
 def repeatable(run: Path, policy: Path, *, agent: Any = None, limits: Any = None, **settings: Any) -> Path:
@@ -112,37 +125,106 @@ def by_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("agl_slime.loop.admission._by_age", lambda admitted: sorted(admitted, reverse=True))
 
 
-@pytest.mark.parametrize(
-    ("planted", "settings", "named"),
-    [
-        (None, {"seed": 6}, r"setting seed: 5 and 6$"),
-        (None, {"agent": Clock()}, r"rollout 0 of its group, prompt \d+ is .* after "),
-        (None, {"agent": Coin()}, r"equal tokens, and rewards "),
-        (seed_by_arrival, {}, r"turn \d: sampled token \d+ is .* after "),
-        (last_bit, {}, r"iteration 1, task 0, rollout 0 .* equal tokens, and log-probs -\d.* of token \d+"),
-        (
-            by_end,
-            {"max_staleness": 1},
-            r"order: iteration 1 has the group of task 0 in one run alone, there in iteration 2",
-        ),
-    ],
-    ids=["setting", "clock", "reward", "seed", "log-prob", "order"],
-)
-def test_the_first_difference_is_named(
-    reference: Path, policy_dir: Path, tmp_path: Path, planted: Any, settings: Any, named: str
-) -> None:
-    first = reference
-    if "agent" in settings:
-        first = repeatable(tmp_path / "first", policy_dir, num_iterations=1, **settings)
-        settings = {"num_iterations": 1, **settings}
-    elif "max_staleness" in settings:
+def late_version(patch: pytest.MonkeyPatch) -> None:
+    original = generation._weight_spans
+    patch.setattr(
+        generation, "_weight_spans", lambda *about: tuple(replace(span, version="0") for span in original(*about))
+    )
+
+
+def heavier_tokens(patch: pytest.MonkeyPatch) -> None:
+    from agl_slime.train.local import trainer
+
+    original = trainer.token_weights
+
+    def changed(*about: Any, **options: Any) -> Any:
+        weights = original(*about, **options)
+        weights[0] *= 2
+        return weights
+
+    patch.setattr(trainer, "token_weights", changed)
+
+
+ROLLOUT = "iteration 1, task 0, rollout 0 of its group"
+PLANTED: dict[str, tuple[Any, str]] = {
+    "setting": ({"seed": 6}, r"setting seed: 5 and 6$"),
+    "clock": ({"question": lambda *_: f"{time.time()}"}, rf"{ROLLOUT}, prompt of turn 0: token \d+ is .* after "),
+    "tool's clock": ({"tool": lambda *_: f"{time.time()}"}, rf"{ROLLOUT}, prompt of turn 1: token \d+ is .* after "),
+    "seed by arrival": (seed_by_arrival, rf"{ROLLOUT}, turn 0: sampled token \d+ is .* after "),
+    "log-prob": (last_bit, rf"{ROLLOUT}, equal tokens, and log-probs -\d.* of token \d+"),
+    "version": (late_version, r"iteration 2, task 3, .* equal tokens, and weight versions \[\['1', .* and \[\['0', "),
+    "fork": ({"tool": edited}, rf"{ROLLOUT}, 1 and 2 Samples, with forks \[\] and \['edited"),
+    "mask": (
+        {"options": {"untrained": "planted"}},
+        rf"{ROLLOUT}, equal tokens, and trained \[.*, (\[\d+, \d+\])\] and \[\1\]$",
+    ),
+    "failure": ({"tool": broken}, r"iteration 1, task \d, rollout \d of its group: outcomes 'trained' and 'failed'"),
+    "reward": ({"compute_reward": lambda *_: random.random()}, rf"{ROLLOUT}: equal tokens, and rewards "),
+    "order": (by_end, "iteration 1: equal rollouts, and another order of the groups in training"),
+    "order, asynchronous": (
+        by_end,
+        "order: iteration 1 has the group of task 0 in one run alone, there in iteration 2",
+    ),
+    "training": (heavier_tokens, r"iteration 1: equal batches, and train/\w+ \S+ and "),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_the_first_difference_is_named(reference: Path, policy_dir: Path, tmp_path: Path, kind: str) -> None:
+    planted, named = PLANTED[kind]
+    first, settings = reference, {"num_iterations": 1 + (kind == "version")}
+    if kind == "order, asynchronous":
+        settings = {"max_staleness": 1}
         first = repeatable(tmp_path / "first", policy_dir, **settings)
     with pytest.MonkeyPatch.context() as patch:
-        if planted is not None:
+        if kind == "setting":
+            settings |= planted
+        elif isinstance(planted, dict):
+            settings |= {"agent": type("Planted", (Unsteady,), planted)()}
+        else:
             planted(patch)
         second = repeatable(tmp_path / "second", policy_dir, **settings)
     with pytest.raises(AglSlimeError, match=named):
         compare(first, second)
+
+
+def one_image(value: str, row: dict[str, Any]) -> None:
+    row["messages"][0]["content"] = f"\ufdd0image {value * 64}\ufdd1 What is it?"
+    row["samples"][0]["engine_log_probs"] = pack(unpack(row["samples"][0]["engine_log_probs"]) - (value == "b"))
+
+
+def one_seal(value: str, row: dict[str, Any]) -> None:
+    row["sealed"][0][0][0] = value
+
+
+EDITS: dict[str, tuple[list[tuple[str, Any]], str]] = {
+    "image": (
+        [("rollouts", one_image), ("groups", one_seal)],
+        rf"{ROLLOUT}, .* images \['a{{64}}'\] and \['b{{64}}'\]",
+    ),
+    "validation": (
+        [("metrics", lambda value, row: row.update({"val/reward_mean": value}))],
+        "iteration 1: equal batches, and val/reward_mean 'a' and 'b'",
+    ),
+    "scores": (
+        [("trained", lambda value, row: row.update(scores=[value]))],
+        "iteration 1: equal rollouts, and another log-prob or advantage of the trainer in training",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_a_difference_in_a_record_is_named(reference: Path, tmp_path: Path, kind: str) -> None:
+    """Of what the local trainer and the embedded engine do not have, or not without another difference."""
+    edits, named = EDITS[kind]
+    for value in "ab":
+        run = Path(shutil.copytree(reference, tmp_path / value))
+        for name, edit in edits:
+            rows = [*iter_jsonl(path := run / f"{name}.jsonl")]
+            edit(value, rows[0])
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(AglSlimeError, match=named):
+        compare(tmp_path / "a", tmp_path / "b")
 
 
 def test_other_weights_of_equal_rollouts_are_named(reference: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,17 @@ from agl_slime.report.files import RunDir, differences, iter_jsonl, read_object
 from agl_slime.report.rollouts import unpack
 from agl_slime.support.terminal import print_line
 
+_STEP = ("train/loss", "train/grad_norm")  # which do not depend on the order of a rollout's Samples
 _CONTEXT = 12  # tokens of text in front of the one that differs
+_IMAGE = re.compile("image ([0-9a-f]{64})")  # its mark in a message
 
 Row = Mapping[str, Any]
 
 
 def compare(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path]) -> None:
     """Name the first rollout, turn and token in which two runs differ, and in what: a setting, the order of groups, a
-    prompt, a sampled token, a log-prob, a weight version, a reward, or the weights alone. Exit code 1 if they do.
+    prompt, an image, a fork, a sampled token, a log-prob, a weight version, a mask, an outcome, a reward, the order or
+    figures of a training step, or the weights alone. Exit code 1 if they do.
 
     Args:
         first: The directory of a run, such as one of --deterministic.
@@ -42,8 +46,37 @@ def compare(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path
 
 
 def first_difference(first: RunDir, second: RunDir) -> str | None:
-    """In the order of draw; ``None`` for equal runs."""
-    return next((text for kind in (_settings, _groups, _weights) for text in kind(first, second)), None)
+    """In the order of the runs; ``None`` for equal ones."""
+    return next(_differences(first, second), None)
+
+
+def _differences(first: RunDir, second: RunDir) -> Iterator[str]:
+    yield from _settings(first, second)
+    groups, batches, figures = (
+        [_by_iteration(getattr(run, name)) for run in (first, second)] for name in ("groups", "trained", "metrics")
+    )
+    for iteration in sorted({*groups[0]} & {*groups[1]}):
+        rows = [{row["instance_id"]: row for row in of[iteration]} for of in groups]
+        for task in sorted({*rows[0], *rows[1]}, key=lambda name: int(name) if str(name).isdecimal() else -1):
+            if task in rows[0] and task in rows[1]:
+                yield from _members(first, second, rows[0][task], rows[1][task])
+                continue
+            others = groups[task in rows[0]].items()
+            places = [f"iteration {n}" for n, of in others if any(row["instance_id"] == task for row in of)]
+            alone = f"order: iteration {iteration} has the group of task {task} in one run alone"
+            yield f"{alone}, there in {''.join(places) or 'none'}"
+        yield from _training(iteration, *(of.get(iteration, []) for of in (*batches, *figures)))
+    if groups[0].keys() != groups[1].keys():
+        yield f"equal as far as both go, with {len(groups[0])} and {len(groups[1])} iterations"
+    if _weight_digests(first) != _weight_digests(second):
+        yield "all rollouts are equal, and the trained weights are not"
+
+
+def _by_iteration(path: Path) -> dict[int, list[Row]]:
+    rows: dict[int, list[Row]] = {}
+    for row in iter_jsonl(path) if path.exists() else ():
+        rows.setdefault(row["iteration"], []).append(row)
+    return rows
 
 
 def _settings(first: RunDir, second: RunDir) -> Iterator[str]:
@@ -54,24 +87,6 @@ def _settings(first: RunDir, second: RunDir) -> Iterator[str]:
             yield "setting {}: {!r:.80} and {!r:.80}".format(name, *values)
 
 
-def _groups(first: RunDir, second: RunDir) -> Iterator[str]:
-    left, right = (
-        {(row["iteration"], row["instance_id"]): row for row in iter_jsonl(run.groups)} for run in (first, second)
-    )
-
-    def place(key: tuple[int, str | None]) -> tuple[int, int]:
-        return key[0], int(key[1]) if key[1] is not None and key[1].isdecimal() else 0
-
-    for iteration, task in sorted({*left, *right}, key=place):
-        key = iteration, task
-        if key in left and key in right:
-            yield from _members(first, second, left[key], right[key])
-            continue
-        iterations = {name: number for number, name in (right if key in left else left)}
-        elsewhere = f"there in iteration {iterations[task]}" if task in iterations else "there in none"
-        yield f"order: iteration {iteration} has the group of task {task} in one run alone, {elsewhere}"
-
-
 def _members(first: RunDir, second: RunDir, left: Row, right: Row) -> Iterator[str]:
     about = f"iteration {left['iteration']}, task {left['instance_id']}"
     if (count := len(left["rollouts"])) != len(right["rollouts"]):
@@ -79,7 +94,8 @@ def _members(first: RunDir, second: RunDir, left: Row, right: Row) -> Iterator[s
         return
     for number in range(count):
         about = f"iteration {left['iteration']}, task {left['instance_id']}, rollout {number} of its group"
-        if sorted(left["sealed"][number]) != sorted(right["sealed"][number]):
+        sealed = [sorted(row["sealed"][number]) for row in (left, right)]
+        if sealed[0] != sealed[1] and all(sealed):
             records = [_record(run, row["rollouts"][number]) for run, row in ((first, left), (second, right))]
             if records[0] is None or records[1] is None:
                 yield f"{about}: unequal tokens, log-probs or versions; --keep-rollouts all keeps them"
@@ -87,7 +103,24 @@ def _members(first: RunDir, second: RunDir, left: Row, right: Row) -> Iterator[s
                 yield f"{about}, {_token(records[0], records[1])}"
         for name in ("outcomes", "reasons", "rewards"):
             if left[name][number] != right[name][number]:
-                yield f"{about}: equal tokens, and {name} {left[name][number]!r} and {right[name][number]!r}"
+                equal = "equal tokens, and " * (sealed[0] == sealed[1])
+                yield f"{about}: {equal}{name} {left[name][number]!r} and {right[name][number]!r}"
+
+
+def _training(iteration: int, *rows: Sequence[Row]) -> Iterator[str]:
+    """Differences of a step, or of its validation, whose groups are equal."""
+    *batches, left, right = rows
+    for name, columns in (
+        ("order of the groups", [[row["instance_id"] for row in of] for of in batches]),
+        ("log-prob or advantage of the trainer", [[sorted(row.get("scores", ())) for row in of] for of in batches]),
+    ):
+        if columns[0] != columns[1]:
+            yield f"iteration {iteration}: equal rollouts, and another {name} in training"
+    for figures, others in zip(left, right, strict=False):
+        for name, value in figures.items():
+            compared = name in _STEP or name.startswith("val/")
+            if compared and value != others.get(name):
+                yield f"iteration {iteration}: equal batches, and {name} {value!r} and {others.get(name)!r}"
 
 
 def _record(run: RunDir, rollout_id: str) -> Row | None:
@@ -98,38 +131,49 @@ def _content(sample: Row) -> tuple[Any, ...]:
     return sample["tokens"], sample["engine_log_probs"], sample["weight_versions"], sample["trained"]
 
 
+def _first_unequal(left: np.ndarray, right: np.ndarray) -> int:
+    """An index; the length of the shorter array where it begins the other one."""
+    shared = min(len(left), len(right))
+    return next(iter(np.flatnonzero(left[:shared] != right[:shared]).tolist()), shared)
+
+
 def _token(left: Row, right: Row) -> str:
     """The first difference between two records of a rollout, whose Samples may have ended in another order."""
-    contents = [[_content(sample) for sample in row["samples"]] for row in (left, right)]
+    rows = left, right
+    contents = [[_content(sample) for sample in row["samples"]] for row in rows]
     unequal = [
-        sorted((sample for sample in row["samples"] if _content(sample) not in others), key=_content)
-        for row, others in zip((left, right), reversed(contents), strict=True)
+        [(sample, unpack(sample["tokens"], "<i4")) for sample in row["samples"] if _content(sample) not in others]
+        for row, others in zip(rows, reversed(contents), strict=True)
     ]
+    forks = [f"{[sample['fork'] for sample in row['samples'] if sample['fork']]}" for row in rows]
+    forked = f"{len(contents[0])} and {len(contents[1])} Samples, with forks {' and '.join(forks)}"
     if not (unequal[0] and unequal[1]):
-        return f"{len(left['samples'])} and {len(right['samples'])} Samples"
-    first, second = unequal[0][0], unequal[1][0]
-    ids = [unpack(sample["tokens"], "<i4") for sample in (first, second)]
-    shared = min(map(len, ids))
-    index = next(iter(np.flatnonzero(ids[0][:shared] != ids[1][:shared]).tolist()), shared)
-    if index < max(map(len, ids)):
-        offset = index - first["prompt_length"]
-        turn = next((n for n, (start, end) in enumerate(first["turn_spans"]) if start <= offset < end), None)
-        texts = [[*sample["pieces"], *[""] * len(ids[0]), *[""] * len(ids[1])][index] for sample in (first, second)]
+        return forked
+    pairs = [(_first_unequal(unequal[0][0][1], ids), number) for number, (_, ids) in enumerate(unequal[1])]
+    index, number = max(pairs)
+    (first, ids), (_, others) = compared = unequal[0][0], unequal[1][number]
+    if index == min(len(ids), len(others)) and len(contents[0]) != len(contents[1]):
+        return forked
+    offset = index - first["prompt_length"]
+    turn = next((n for n, (start, end) in enumerate(first["turn_spans"]) if start <= offset < end), None)
+    images = [_IMAGE.findall(str(row["messages"])) for row in rows]
+    if images[0] != images[1] and (turn is not None or np.array_equal(ids, others)):
+        return f"equal text before the answer, and images {images[0]} and {images[1]}"
+    if not np.array_equal(ids, others):
+        texts = [f"{sample['pieces'][index]!r}" if index < len(of) else "the end" for sample, of in compared]
         context = "".join(first["pieces"][max(0, index - _CONTEXT) : index])
-        subject = "prompt" if turn is None else f"turn {turn}: sampled token"
-        return f"{subject} {index} is {texts[0]!r} and {texts[1]!r}, after {context!r}"
-    for name, subject in (("weight_versions", "weight versions"), ("trained", "trained spans")):
-        if first[name] != second[name]:
-            return f"equal tokens, and {subject} {first[name]} and {second[name]}"
-    scores = [unpack(sample["engine_log_probs"]) for sample in (first, second)]
+        following = sum(end <= offset for _, end in first["turn_spans"])
+        subject = f"prompt of turn {following}: token" if turn is None else f"turn {turn}: sampled token"
+        return f"{subject} {index} is {' and '.join(texts)}, after {context!r}"
+    trained = [[[sample["prompt_length"] + n for n in span] for span in sample["trained"]] for sample, _ in compared]
+    versions = [sample["weight_versions"] for sample, _ in compared]
+    for name, values in (("trained", trained), ("weight versions", versions)):
+        if values[0] != values[1]:
+            return f"equal tokens, and {name} {values[0]} and {values[1]}"
+    scores = [unpack(sample["engine_log_probs"]) for sample, _ in compared]
     offset = int(np.flatnonzero(scores[0] != scores[1])[0])
     values = f"{float(scores[0][offset]):.9g} and {float(scores[1][offset]):.9g}"
     return f"equal tokens, and log-probs {values} of token {first['prompt_length'] + offset}"
-
-
-def _weights(first: RunDir, second: RunDir) -> Iterator[str]:
-    if _weight_digests(first) != _weight_digests(second):
-        yield "all rollouts are equal, and the trained weights are not"
 
 
 def _weight_digests(run: RunDir) -> dict[str, str]:
