@@ -34,7 +34,6 @@ from agl_slime.cli.wiring import (
     model_for_agents,
     sampling_parameters,
     served_page,
-    step,
     teacher_warning,
 )
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
@@ -59,7 +58,7 @@ from agl_slime.report.rollouts import describe_batch
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
-from agl_slime.support.terminal import PlainConsole, print_line
+from agl_slime.support.terminal import PlainConsole, print_line, step
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
@@ -88,12 +87,14 @@ async def run_training(
     program_inputs: RunInputs | None = None,
     console: Console | None = None,
     torch_threads: TorchThreads = None,
+    began: float | None = None,
 ) -> RunResult:
     """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
     ``--trainer slime``; ``program_inputs`` has a program's store and tasks, which replace the ones of the settings;
-    ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
+    ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone; ``began``
+    (``time.monotonic()``) is the start of the wall time, by default now."""
     console = console or PlainConsole()
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     await run_in_thread(config.check_files)
     if config.trainer == "slime":
         from agl_slime.cli.slime import run_slime_training

@@ -15,6 +15,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -22,13 +23,14 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
+import psutil
 from rich.console import Console
 from rich.logging import RichHandler
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.net import bypass_proxies, without_secrets
-from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly
+from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly, step
 
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages
 _PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
@@ -169,14 +171,16 @@ def _train(arguments: list[str]) -> None:
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
     with import_module("agl_slime.engine.process").embedded_engine_ahead() if embedded else nullcontext():
-        with console.status("loading ...") if console.is_terminal else nullcontext():
+        with step(console, "loading"):
             # importing Agent Lightning takes seconds, which --help does not need
             from agl_slime.runner.process import configure_worker_process
 
             configure_worker_process()  # first: it makes the other imports faster
             from agl_slime.cli.local import run_training
+        began = time.monotonic() - (time.time() - psutil.Process().create_time())  # as the wall time that a user sees
         # auto: no other code shares this process
-        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
+        options: Any = {"console": console, "torch_threads": "auto", "began": began}
+        _run_until_signal(run_training(config, slime_flags=slime_flags, **options))
 
 
 logger = logging.getLogger(__name__)

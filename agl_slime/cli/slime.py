@@ -23,7 +23,7 @@ from agl_slime.cli.models import find_model
 from agl_slime.cli.options import flag
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, load_inputs, run_directory
-from agl_slime.cli.wiring import RunInputs, make_loop, make_reports, model_for_agents, say, served_page, teacher_warning
+from agl_slime.cli.wiring import RunInputs, make_loop, make_reports, model_for_agents, served_page, teacher_warning
 from agl_slime.data.policy import CompleteGroup
 from agl_slime.data.results import rollout_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
@@ -38,6 +38,7 @@ from agl_slime.store.server import StoreService
 from agl_slime.support.files import scratch_directory, write_file
 from agl_slime.support.net import http_url, is_loopback
 from agl_slime.support.slime import find
+from agl_slime.support.terminal import say
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import set_template_kwargs

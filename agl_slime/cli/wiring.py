@@ -163,19 +163,3 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **options: 
         track=config.track,
         **options,
     )
-
-
-@contextmanager
-def step(console: Console, text: str) -> Iterator[None]:
-    """Show ``text`` while the block runs: a spinner on a terminal, elsewhere one line."""
-    if console.is_terminal:
-        with console.status(f"{text} ..."):
-            yield
-    else:
-        say(console, text)
-        yield
-
-
-def say(console: Console, text: str) -> None:
-    """Print a status line without Rich markup or wrapping."""
-    print_line(f"{text} ...", to=console.file)

@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Any
 
@@ -33,6 +34,22 @@ def print_line(text: object = "", *, to: rich.console.Console | IO[str] | None =
         to.print(Text(plain(str(text)), style=style), soft_wrap=True)
     else:
         print(plain(str(text)), file=to, flush=True)
+
+
+@contextmanager
+def step(console: rich.console.Console, text: str) -> Iterator[None]:
+    """Show ``text`` while the block runs: a spinner on a terminal, elsewhere one line."""
+    if console.is_terminal:
+        with console.status(f"{text} ..."):
+            yield
+    else:
+        say(console, text)
+        yield
+
+
+def say(console: rich.console.Console, text: str) -> None:
+    """Print a status line without Rich markup or wrapping."""
+    print_line(f"{text} ...", to=console.file)
 
 
 def print_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
