@@ -5,6 +5,7 @@ The module imports neither ray nor transformers nor slime's rollout code at its 
 """
 
 from agl_slime.train.slime.hooks import (  # noqa: F401
+    advantages_of_tokens,
     count_groups,
     eval_entry,
     generate,

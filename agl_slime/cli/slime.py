@@ -43,6 +43,7 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.train.slime.args import PluginSettings, prompt_data
+from agl_slime.train.slime.hooks import ADVANTAGE_HOOK, NORMALIZE_HOOK, credits_tokens
 from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.train.slime.versions import normalizes_by_group
@@ -63,7 +64,9 @@ HOOK_FLAGS = (
 # slime derives the schedule's length from --num-rollout, and Megatron refuses a checkpoint with another length.
 RESUMED_SCHEDULE = "--override-opt_param-scheduler"
 # For versions of slime that find groups by their position in the batch.
-NORMALIZE_FLAGS = ("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards")
+NORMALIZE_FLAGS = ("--custom-reward-post-process-path", NORMALIZE_HOOK)
+# Rewards of turns in one Sample; a slime that does not know the flag ignores it, and gets a Sample per reward.
+CREDIT_FLAGS = ("--custom-advantage-function-path", ADVANTAGE_HOOK)
 # slime's name of each setting of our loop; another value after -- is refused.
 _LOOP_SETTINGS = {
     "num_rollout": "num_iterations",
@@ -94,7 +97,9 @@ async def run_slime_training(
     config = replace(config, model_path=model_path)
     engines, router, agents_url = await _engines(config)
     flags = [*loop_flags(config, engines=engines, router=router), *slime_flags]
-    if not normalizes_by_group():
+    if "--advantage-estimator" not in slime_flags:  # grpo
+        flags = [*NORMALIZE_FLAGS, *CREDIT_FLAGS, *flags]
+    elif not normalizes_by_group():
         flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
@@ -135,6 +140,7 @@ async def run_slime_training(
                 tokenizer=tokenizer,
                 settings=settings,
                 reward_key=getattr(args, "reward_key", None),
+                reward_spans=credits_tokens(args),
                 replay_files=replay_files,
             )
         )

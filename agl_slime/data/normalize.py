@@ -76,12 +76,12 @@ def normalize_rewards(
     return [advantage_of[rollout] for rollout in rollouts]
 
 
-def normalization_key(sample: Sample, part: str | None = None) -> tuple[Hashable, Hashable]:
+def normalization_key(sample: Sample, part: str | None = None, *, by_number: bool = False) -> tuple[Hashable, Hashable]:
     """The group and the rollout by which to normalise a reward. ``part`` is a ``TurnReward.target``;
     its default is the sample's ``metadata["reward_of"]``. A reward of one turn is compared with the rewards of turns of
-    the same role in the group, or of the group's other single turns."""
+    the same role in the group, or of the group's other single turns, ``by_number`` those with the same number."""
     part = str((sample.metadata or {}).get("reward_of", "")) if part is None else part
-    kind = "turn" if part.startswith("turn:") else part
+    kind = "turn" if part.startswith("turn:") and not by_number else part
     group, rollout = sample.group_index, sample.rollout_id
     return (
         (group, kind) if part and group is not None else group,

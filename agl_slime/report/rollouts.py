@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from agl_slime.data.credit import mask_of
 from agl_slime.data.results import reward_of, rollout_of
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.events import (
@@ -272,12 +273,6 @@ def digest_sample(sample: Sample) -> list[Any]:
     columns = np.asarray(sample.tokens, dtype="<i4"), mask, log_probs[mask] if len(log_probs) else log_probs
     digest = hashlib.blake2b(b"".join(column.tobytes() for column in columns), digest_size=8).hexdigest()
     return [digest, int(mask.sum()), {version: n for version, n in versions.items() if n}]
-
-
-def mask_of(sample: Sample) -> np.ndarray:
-    """The loss mask of the response; False throughout for a removed Sample."""
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    return np.asarray(mask, dtype=bool) & (not sample.remove_sample)
 
 
 def describe_batch(groups: Sequence[Sequence[Sample]], scores: TokenScores | None = None) -> list[dict[str, Any]]:

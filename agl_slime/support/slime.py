@@ -48,6 +48,7 @@ OPTIONAL_NAMES = {
     "training_session_name": ("slime.ray.training_recovery",),
     "pop_oldest": ("slime.data.data_source", "slime.rollout.data_source"),
     "spill_routed_experts": ("slime.utils.routed_experts",),
+    "slice_log_prob_with_cp": ("slime.backends.megatron_utils.cp_utils",),
 }
 # Names for agl_slime.train.slime.launch.
 _LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}

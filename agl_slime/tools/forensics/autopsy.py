@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import tyro
 
+from agl_slime.data.credit import mask_of
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
-from agl_slime.report.rollouts import MOST_SAMPLES, mask_of
+from agl_slime.report.rollouts import MOST_SAMPLES
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agl_slime.data.credit import mask_of
 from agl_slime.errors import ConfigError
-from agl_slime.report.rollouts import mask_of
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.formulas import (
     RewardRule,
@@ -58,6 +58,7 @@ _NO_TRAIN_DATA += " --model its log-probs are taken to be the engine's."
 _NOT_FINITE = "Advantages are not finite, so that the step has no figures; so are slime's of a group of one Sample."
 _ONE_GROUP = "The baseline is the whole batch's, not each prompt's; --advantages std shows the step with the latter."
 _WHITENED = "The recorded advantages are nearer to whitened ones (--normalize-advantages)."
+_TURNS = "Samples have rewards of turns: the computed advantages are those of the rollouts' rewards."
 _ON_POLICY = "Each ratio is 1 before the first update: --clip makes no difference without --use-rollout-logprobs."
 Arrays = list[NDArray[Any]]
 
@@ -446,6 +447,7 @@ class _Step:
             f"{flags.custom_tis} is not called: its weights here are slime's vanilla_tis_function's.": flags.custom_tis,
             "TIS has no lower bound here (--tis-clip-low).": flags.off_policy == "tis" and flags.tis_clip_low > 0,
             _ON_POLICY: config.clip is not None and not flags.use_rollout_logprobs,
+            _TURNS: any((dumped.sample.metadata or {}).get("reward_spans") for dumped in self.step.samples),
             _NO_LOSS: True,
             _NO_WEIGHTS: config.model is None,
             _NO_MOMENTS: bool(config.influences),

@@ -12,8 +12,8 @@ import numpy as np
 import tyro
 
 from agl_slime.agent.loading import load_function
+from agl_slime.data.credit import mask_of
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.report.rollouts import mask_of
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.gaps import TokenGap, token_gaps
 from agl_slime.types import Sample, flat_samples

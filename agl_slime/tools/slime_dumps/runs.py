@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from agl_slime import metric_names as names
+from agl_slime.data.credit import mask_of
 from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.errors import ConfigError
 from agl_slime.events import IterationFinished
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
 from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter
-from agl_slime.report.rollouts import Pieces, SizeBudget, choose_rollouts, describe_group, describe_member, mask_of
+from agl_slime.report.rollouts import Pieces, SizeBudget, choose_rollouts, describe_group, describe_member
 from agl_slime.tools.slime_dumps.files import (
     DumpedSample,
     TrainedRow,

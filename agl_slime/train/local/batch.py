@@ -6,7 +6,6 @@ forward pass: samples with common prefixes, or of similar length; the division c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_slime.data.normalize import is_counted, normalization_key, normalize_rewards, overlong_penalty, reward_value
+from agl_slime.data.credit import Credit, token_advantages
+from agl_slime.data.normalize import is_counted, overlong_penalty
 from agl_slime.engine.client.replay import Nucleus
 from agl_slime.errors import TrainerError
 from agl_slime.tokens.codec import common_prefix
@@ -60,6 +60,7 @@ class TrainBatch:
         samples: Sequence[Sample] | Sequence[Sequence[Sample]],
         *,
         reward_key: str | None = None,
+        credit: Credit = "group",
         rewards_normalization: bool = True,
         std_normalization: bool = True,
         advantage: str | None = None,
@@ -69,8 +70,7 @@ class TrainBatch:
         """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole. A failed
         sample, or one with ``remove_sample``, is not trained, and has no part in baselines and ``n_rollouts``.
         Advantages are normalised per ``group_index`` with one reward per rollout, by the settings of the same names in
-        ``LocalTrainerSettings``. Each reward of ``metadata["reward_spans"]`` (see ``convert_trajectory``) counts as if
-        its tokens were a separate sample. Each reward of a rollout has its ``overlong_penalty`` added.
+        ``LocalTrainerSettings``; each reward of a rollout has its ``overlong_penalty`` added.
 
         Raises:
             TrainerError: no samples, or one that cannot be trained on; the text names the sample and the field.
@@ -117,29 +117,22 @@ class TrainBatch:
         sums = np.bincount(rollout_of_sample, weights=counts).astype(np.int64)[rollout_of_sample]
         penalties = [overlong_penalty(int(n), longest=max_response, buffer=overlong_buffer) for n in sums]
 
-        rewarded = [part for i in fit for part in _rewarded_parts(flat[i], i, masks[i], reward_key)]
-        rewards = [part.reward + penalties[part.sample] for part in rewarded]
-        if rewards_normalization and rewarded:
-            groups, rollouts = zip(*(normalization_key(flat[part.sample], part.name) for part in rewarded), strict=True)
-            rewards = normalize_rewards(
-                rewards,
-                group_indices=groups,
-                rollout_ids=rollouts,
-                std=std_normalization,
-                advantages=user_advantages(advantage) if advantage else None,
-            )
-        token_rewards = [np.zeros(len(mask)) for mask in masks]
-        for part, reward in zip(rewarded, rewards, strict=True):
-            for start, end in part.spans:
-                token_rewards[part.sample][start:end] = reward
-
+        advantages = token_advantages(
+            flat,
+            key=reward_key,
+            credit=credit,
+            normalized=rewards_normalization,
+            std=std_normalization,
+            advantages=user_advantages(advantage) if advantage else None,
+            penalties=penalties,
+        )
         targets = [len(ids) - len(mask) + np.flatnonzero(mask) for ids, mask in zip(tokens, masks, strict=True)]
         return cls(
             tokens=tokens,
             target_positions=targets,
             rollout_ids=numbers,
             counted=np.array(counted),
-            token_rewards=np.concatenate([values[mask] for values, mask in zip(token_rewards, masks, strict=True)]),
+            token_rewards=np.concatenate([values[mask] for values, mask in zip(advantages, masks, strict=True)]),
             token_rollouts=np.repeat(rollout_of_sample, counts),
             token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=_concatenated(log_probs["rollout_log_probs"]),
@@ -171,32 +164,6 @@ class TrainBatch:
     def token_offsets(self) -> NDArray[np.int64]:
         """``[n_samples + 1]``: sample ``i`` has entries ``token_offsets[i]:token_offsets[i + 1]`` of ``token_...``."""
         return np.concatenate([[0], np.cumsum(self.token_counts)])
-
-
-@dataclass(frozen=True)
-class _RewardedPart:
-    """Response tokens of one sample that share a reward; ``name`` is empty for the rollout's reward."""
-
-    sample: int
-    reward: float
-    name: str
-    spans: Sequence[tuple[int, int]]
-
-
-def _rewarded_parts(sample: Sample, i: int, mask: NDArray[np.bool_], key: str | None) -> Iterator[_RewardedPart]:
-    """The rewarded parts of sample ``i``: the rollout first, unless all its tokens belong to turns with rewards."""
-    metadata, field, length = sample.metadata or {}, f"metadata['reward_spans'] of sample {i}", len(mask)
-    of_turns: dict[str, tuple[float, list[tuple[int, int]]]] = {}
-    unrewarded = mask.copy() if sample.loss_mask is None else np.asarray(sample.loss_mask, dtype=np.bool_)
-    for name, reward, start, end in metadata.get("reward_spans") or ():
-        fits = math.isfinite(reward) and 0 <= start < end <= length
-        _require(fits, f"{field} has [{name!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
-        of_turns.setdefault(name, (float(reward), []))[1].append((start, end))
-        unrewarded[start:end] = False
-    if not of_turns or unrewarded.any():
-        yield _RewardedPart(i, reward_value(sample, i, key=key), str(metadata.get("reward_of", "")), [(0, length)])
-    for name, (reward, spans) in of_turns.items():
-        yield _RewardedPart(i, reward, name, spans)
 
 
 def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from agl_slime.data.credit import CREDITS, Credit
 from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
@@ -83,6 +84,9 @@ class LocalTrainerSettings:
     """Metrics by path/to/file.py:function, as ``user/NAME``: from a batch's ``log_probs``, ``old_log_probs``,
     ``advantages``, ``entropy`` and ``rollouts`` (numbers from 0), ``[n]`` each with an entry per sampled token, a dict
     of numbers by name."""
+    credit: Credit = "group"
+    """Credit of a token: group (its turn's reward, else the rollout's), turn (both, turns by number: turn-level GRPO),
+    or anchor (the rollout's, and its return among turns that answer the same text: GiGPO)."""
     reward_key: str | None = None
     """The reward to train on, of several by name; by default the first of the first rollout."""
     lora_rank: int = 0
@@ -119,6 +123,7 @@ class LocalTrainerSettings:
             ("loss", lambda name: name in ("ppo", "gspo", "cispo") or ":" in name, "ppo, gspo, cispo or FILE.py:NAME"),
             ("advantage metric", lambda name: ":" in name, "FILE.py:NAME"),
             ("aggregation", ("token", "rollout", "constant").__contains__, "'token', 'rollout' or 'constant'"),
+            ("credit", CREDITS.__contains__, "'group', 'turn' or 'anchor'"),
             ("max_response overlong_buffer", lambda value: value >= 0, "at least 0"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
             ("off_policy", lambda value: value in ("none", "tis", "icepop"), "'none', 'tis' or 'icepop'"),
@@ -136,6 +141,8 @@ class LocalTrainerSettings:
             raise ConfigError(
                 f"max_response is {self.max_response}; only aggregation 'constant' and overlong_buffer use it."
             )
+        if self.credit != "group" and not self.rewards_normalization:
+            raise ConfigError(f"credit is {self.credit!r} without rewards_normalization; set it, or leave credit out.")
         if self.off_policy != "none" and self.old_log_probs == "engine":
             fix = "set old_log_probs to 'recompute', or every importance ratio is 1"
             raise ConfigError(f"off_policy is {self.off_policy!r} with old_log_probs 'engine'; {fix}.")

@@ -431,6 +431,7 @@ class LocalTrainer:
         checked = TrainBatch.from_samples(
             batch,
             reward_key=self.settings.reward_key,
+            credit=self.settings.credit,
             rewards_normalization=self.settings.rewards_normalization,
             std_normalization=self.settings.std_normalization,
             advantage=self.settings.advantage,

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
+from agl_slime.data.credit import Credit
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.errors import ConfigError, SettingError
 from agl_slime.gateway.agl1.settings import ControllerSettings
@@ -110,6 +111,8 @@ class PluginSettings(BaseModel):
     max_staleness: _Count | None = None
     """Most weight versions that tokens may be behind the policy trained on them; groups are enqueued that far ahead of
     training. By default only groups that slime requests are enqueued."""
+    credit: Credit = "group"
+    """Credit of a token (``agl_slime.data.credit``); others than group need slime's advantage function."""
     drop_zero_variance: bool = False
     """Replace groups whose rewards are all equal."""
     teacher_url: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = ()

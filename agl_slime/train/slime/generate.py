@@ -21,6 +21,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.train.slime.args import PluginSettings, context_length
 from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.hooks import credits_tokens
 from agl_slime.train.slime.replay import replay_sampling, with_tensors, with_train_inputs
 from agl_slime.types import ARRAY_FIELDS, Sample
 
@@ -81,10 +82,10 @@ def _failed(sample: Sample, member: MemberResult) -> Sample:
 class SingleRollouts:
     """Runs single rollouts, from any event loop, until ``stop``."""
 
-    def __init__(self, connection: Connection, reward_key: str | None = None) -> None:
+    def __init__(self, connection: Connection, **conversion: Any) -> None:
         self._connection = connection
         self.tokenizer = tokenizer = connection.tokenizer()
-        options: dict[str, Any] = {"convert_validation": True, "producer": connection, "reward_key": reward_key}
+        options: dict[str, Any] = {"convert_validation": True, "producer": connection, **conversion}
         self._source = GroupSource(store=connection.store, tokenizer=tokenizer, **options)
         self._source.follower.begin()
         connection.start()
@@ -114,10 +115,10 @@ def _rollouts_for(args: Any, *, evaluation: bool) -> SingleRollouts:
         raise ConfigError("there is no agent to run: set agl_store_url or agl_agent")
     if not evaluation:  # which slime may run beside our data source
         settings.check_single()
-    reward_key = getattr(args, "reward_key", None)
+    conversion = {"reward_key": getattr(args, "reward_key", None), "reward_spans": credits_tokens(args)}
     with _lock:
-        if (key := repr((settings, reward_key))) not in _rollouts:
-            _rollouts[key] = SingleRollouts(Connection(settings), reward_key)
+        if (key := repr((settings, conversion))) not in _rollouts:
+            _rollouts[key] = SingleRollouts(Connection(settings), **conversion)
         return _rollouts[key]
 
 

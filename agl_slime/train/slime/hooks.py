@@ -12,13 +12,16 @@ from statistics import fmean
 from typing import Any
 
 from agl_slime.data import normalize
-from agl_slime.errors import DataSourceError
+from agl_slime.data.credit import token_rewards
+from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.support.slime import find
 from agl_slime.train.slime.replay import check_replayed
 from agl_slime.train.slime.versions import filter_output
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, staleness_of
 
 logger = logging.getLogger(__name__)
 
+NORMALIZE_HOOK, ADVANTAGE_HOOK = "agl_slime.slime_hooks.normalize_rewards", "agl_slime.slime_hooks.advantages_of_tokens"
 # Advantage estimators for which slime normalises rewards per group, and, below, also by the standard deviation.
 _GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
@@ -162,11 +165,45 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
+    if credits_tokens(args):
+        credit = getattr(args, "agl_credit", None) or "group"
+        return raw, token_rewards(flat, key=getattr(args, "reward_key", None), credit=credit, std=std)
     keys = [normalize.normalization_key(flat[i]) for i in fit]
     groups, rollouts = [group for group, _ in keys], [rollout for _, rollout in keys]
     normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
     advantages = dict(zip(fit, normalized, strict=True))
     return raw, [advantages.get(i, 0.0) for i in range(len(flat))]
+
+
+def advantages_of_tokens(args: Any, rollout_data: dict[str, Any]) -> None:
+    """The advantages of each token that ``normalize_rewards`` has computed, on this rank's part of each sample."""
+    import torch
+
+    columns = (rollout_data[name] for name in ("rewards", "kl", "total_lengths", "response_lengths"))
+    share, advantages = find("slice_log_prob_with_cp"), []
+    for reward, kl, total, length in zip(*columns, strict=True):
+        values = torch.full((length,), float(reward)) if (own := getattr(reward, "values", None)) is None else own
+        advantages.append(share(torch.as_tensor(values), total, length).to(kl))
+    rollout_data["advantages"], rollout_data["returns"] = [*advantages], advantages
+
+
+def credits_tokens(args: Any) -> bool:
+    """Whether slime takes ``advantages_of_tokens``, so that rewards of turns stay in one Sample. Raises ``ConfigError``
+    for flags that contradict it."""
+    credit = getattr(args, "agl_credit", None) or "group"
+    if getattr(args, "custom_advantage_function_path", None) != ADVANTAGE_HOOK:
+        if credit != "group":
+            raise ConfigError(f"agl_credit is {credit!r}; it needs --custom-advantage-function-path {ADVANTAGE_HOOK}")
+        return False
+    if getattr(args, "custom_reward_post_process_path", None) != NORMALIZE_HOOK:
+        needs = f"it takes what --custom-reward-post-process-path {NORMALIZE_HOOK} computes"
+        raise ConfigError(f"--custom-advantage-function-path {ADVANTAGE_HOOK}: {needs}; give both")
+    if (estimator := getattr(args, "advantage_estimator", "grpo")) not in _STD_NORMALIZED:
+        fix = f"only {', '.join(sorted(_STD_NORMALIZED))} have the reward at each token; leave the function out"
+        raise ConfigError(f"--custom-advantage-function-path {ADVANTAGE_HOOK} with {estimator}: {fix}")
+    if not getattr(args, "rewards_normalization", True):
+        raise ConfigError(f"--custom-advantage-function-path {ADVANTAGE_HOOK} needs slime's rewards normalization")
+    return True
 
 
 async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:

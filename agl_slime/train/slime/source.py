@@ -22,6 +22,7 @@ from agl_slime.support.threads import run_blocking
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.flags import evaluates, warn_of_flags
+from agl_slime.train.slime.hooks import credits_tokens
 from agl_slime.train.slime.producer import NO_EVALUATION, TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
@@ -85,6 +86,7 @@ class AGLDataSource(DataSource):
             settings=settings,
             ledger=ledger,
             reward_key=getattr(args, "reward_key", None),
+            reward_spans=credits_tokens(args),
             convert_validation=connection is not None,
             hold=self._saves,
             producer=self._producer,

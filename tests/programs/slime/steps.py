@@ -13,14 +13,16 @@ import os
 import shutil
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
 from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.slime import CREDIT_FLAGS
 from agl_slime.support.net import free_port
 from agl_slime.tools.rehearse.megatron.__main__ import prepare
 from agl_slime.tools.rehearse.megatron.flags import as_flags, run_flags
@@ -54,6 +56,13 @@ LAYOUTS: dict[str, str] = {
     "dp2": "--use-distributed-optimizer",
 }
 """Layouts of ``grpo`` on two ranks."""
+PLAIN = "--adam-eps 1000 --lr 10000 --weight-decay 0 --clip-grad 0 --use-rollout-logprobs"  # steps of 10 gradients
+TURNS: dict[str, str] = {
+    "turns": f"{PLAIN} {' '.join(CREDIT_FLAGS)}",
+    "turns_cp2": f"{PLAIN} {' '.join(CREDIT_FLAGS)} --context-parallel-size 2",
+    "turns_split": PLAIN,
+}
+"""Rewards of turns in one Sample, and in a Sample per reward."""
 RESUMES = ("resumed", "tp2", "dp2")
 GROUPS, SIZE = 3, 4
 
@@ -81,6 +90,7 @@ def main(directory: Path) -> None:
         make_model(seed=seed).save_pretrained(shutil.copytree(LOOKUP_POLICY, directory / name))
     cases = [Case(name=name, flags=flags) for name, flags in LOSSES.items()]
     cases += [Case(name=name, flags=flags, world=2) for name, flags in LAYOUTS.items()]
+    cases += [Case(name=name, flags=flags, world=1 + name.endswith("cp2")) for name, flags in TURNS.items()]
     saved = directory / "saved"
     cases.append(Case(name="two_steps", flags="--dist-ckpt-optim-fully-reshardable", steps=(0, 1), saved=saved))
     for name in RESUMES:
@@ -125,6 +135,8 @@ def train(directory: Path, case: Case, rank: int, port: int) -> None:
     os.dup2(output, 2)
     model.logging_utils.log = lambda args, metrics, step_key: logs.append(metrics)
     args, samples = args_of(directory, case), samples_of(uneven=case.name == "uneven")
+    if case.name in TURNS:
+        samples = with_turn_rewards(samples, split=case.name == "turns_split")
     actor = MegatronTrainRayActor(case.world, rank, "127.0.0.1", port)
     kl = args.kl_coef != 0 or args.use_kl_loss
     first = actor.init(args, "actor", with_ref=kl, with_opd_teacher=args.use_opd)
@@ -157,7 +169,8 @@ def args_of(directory: Path, case: Case) -> Any:
     flags = [*run_flags(directory / "policy", settings, work), *as_flags(sizes), "--debug-train-only"]
     sys.argv = ["train.py", *flags, *case.flags.replace(TEACHER, str(directory / "teacher")).split()]
     args = parse_args()
-    args.custom_reward_post_process_path = None  # slime's own
+    if case.name not in TURNS:
+        args.custom_reward_post_process_path = None  # slime's own
     return args
 
 
@@ -170,6 +183,26 @@ def samples_of(*, uneven: bool) -> list[Sample]:
     return samples[:-1] if uneven else samples
 
 
+def with_turn_rewards(samples: list[Sample], *, split: bool) -> list[Sample]:
+    """Of each Sample the second third has a turn's reward and the last a role's; with ``split`` as Samples."""
+    rng, parts = np.random.default_rng(1), list[Sample]()
+    for sample in samples:
+        length, mask = sample.response_length, sample.loss_mask or []
+        edges = [0, length // 3 or 1, 2 * length // 3 or 1, length]
+        names = ["", "turn:1", "role:critic"]
+        rewards = [sample.reward, *(float(value) for value in rng.integers(0, 4, 2))]
+        spans = [
+            span for span in zip(names, rewards, edges[:-1], edges[1:], strict=True) if any(mask[slice(*span[2:])])
+        ]
+        if not split:
+            sample.metadata = {"reward_spans": [list(span) for span in spans if span[0]]}
+        for name, reward, start, end in spans if split else ():
+            own = [bit * (start <= place < end) for place, bit in enumerate(mask)]
+            changes = {"loss_mask": own, "reward": reward, "index": len(parts), "metadata": {"reward_of": name}}
+            parts.append(replace(sample, **changes))
+    return parts if split else samples
+
+
 def batches(args: Any, samples: list[Sample], parallel: dict[str, int]) -> list[Any]:
     """The data-parallel ranks' batches, by slime's manager."""
     from slime.ray import rollout
@@ -177,7 +210,8 @@ def batches(args: Any, samples: list[Sample], parallel: dict[str, int]) -> list[
     cls: Any = rollout.RolloutManager.__ray_metadata__.modified_class
     manager = object.__new__(cls)
     vars(manager).update(args=args, train_parallel_config=parallel)
-    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    hook, manager.custom_convert_samples_to_train_data_func = args.custom_reward_post_process_path, None
+    manager.custom_reward_post_process_func = hook and resolve_name(hook)
     return manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))
 
 

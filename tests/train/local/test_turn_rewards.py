@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime import slime_hooks
-from agl_slime.errors import RewardError, TrainerError
+from agl_slime.errors import ConfigError, RewardError, TrainerError
 from agl_slime.support.agl import Rollout, Span, emit_reward, make_link_attributes
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_rollout, convert_trajectory
@@ -20,6 +22,7 @@ from agl_slime.tokens.reward import TurnReward, read_reward
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
 from agl_slime.train.local.batch import TrainBatch
+from agl_slime.train.slime.hooks import credits_tokens
 from agl_slime.types import Sample
 from tests.harness.samples import trained_ids
 from tests.harness.trace_strategies import conversations
@@ -178,6 +181,84 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
     batch = TrainBatch.from_samples(group(), std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
     assert set(batch.token_rollout_mask_sums.tolist()) == {6}
+
+
+def conversation(number: int, reward: float, turns: list[tuple[list[int], float]]) -> Sample:
+    """A rollout whose answers are one token each; of a turn, the ids that are added after it, and its reward."""
+    tokens, mask, spans = [1, 2], list[int](), []
+    for turn, (added, of_turn) in enumerate(turns):
+        spans.append([f"turn:{turn}", of_turn, len(mask), len(mask) + 1])
+        tokens += [10 + number, *added]
+        mask += [1, *(0 for _ in added)]
+    fields: Any = {"tokens": tokens, "response_length": len(mask), "loss_mask": mask, "reward": reward}
+    return Sample(**fields, group_index=0, rollout_id=number, metadata={"reward_spans": spans})
+
+
+LEFT, RIGHT = [30, 31], [40, 41]
+TWO = [
+    conversation(0, 1.0, [(LEFT, 0.0), ([], 4.0)]),
+    conversation(1, 0.0, [(LEFT, 2.0), ([], 0.0)]),
+    conversation(2, 0.5, [(RIGHT, 1.0), ([], 2.0)]),
+]
+# returns from the first turn on: 0 + 0.95 * 5, 2 + 0.95 * 0, 1 + 0.95 * 2.5; from the second on, after LEFT: 5 and 0
+OF_FIRST = np.array([4.75, 2.0, 3.375]) - np.mean([4.75, 2.0, 3.375])
+
+
+@pytest.mark.parametrize(
+    ("credit", "expected"),
+    [
+        ("group", [[-1.5, 2.5], [0.5, -1.5], [-0.5, 0.5]]),
+        ("turn", [[-0.5, 2.5], [0.5, -2.5], [0.0, 0.0]]),
+        ("anchor", [[0.5 + OF_FIRST[0], 3.0], [-0.5 + OF_FIRST[1], -3.0], [OF_FIRST[2], 0.0]]),
+    ],
+)
+def test_a_turn_is_compared_by_the_rule_of_credit(credit: Any, expected: list[list[float]]) -> None:
+    batch = TrainBatch.from_samples(TWO, credit=credit, std_normalization=False)
+    assert batch.token_rewards.reshape(3, 2) == pytest.approx(np.array(expected))
+    args = Namespace(agl_credit=credit, custom_reward_post_process_path="agl_slime.slime_hooks.normalize_rewards")
+    args.grpo_std_normalization, hook = False, "agl_slime.slime_hooks.advantages_of_tokens"
+    args.custom_advantage_function_path = hook
+    raw, rewards = slime_hooks.normalize_rewards(args, TWO)
+    assert raw == [1.0, 0.0, 0.5]
+    assert rewards == pytest.approx([sum(turns) / 2 for turns in expected])
+    rewards = pickle.loads(pickle.dumps(rewards))
+    of_tokens: list[Any] = [getattr(reward, "values") for reward in rewards]  # noqa: B009
+    masked = [values[np.array(s.loss_mask) > 0] for values, s in zip(of_tokens, TWO, strict=True)]
+    assert np.array(masked) == pytest.approx(np.array(expected))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"custom_reward_post_process_path": None}, "it takes what --custom-reward-post-process-path .* computes"),
+        ({"advantage_estimator": "ppo"}, "with ppo: only cispo, grpo, gspo have"),
+        ({"rewards_normalization": False}, "needs slime's rewards normalization"),
+        ({"custom_advantage_function_path": None, "agl_credit": "turn"}, "agl_credit is 'turn'; it needs"),
+    ],
+)
+def test_flags_of_slime_that_contradict_credit_of_tokens_are_refused(change: dict[str, Any], text: str) -> None:
+    args = Namespace(custom_reward_post_process_path="agl_slime.slime_hooks.normalize_rewards")
+    args.custom_advantage_function_path = "agl_slime.slime_hooks.advantages_of_tokens"
+    assert credits_tokens(args)
+    vars(args).update(change)
+    with pytest.raises(ConfigError, match=text):
+        credits_tokens(args)
+
+
+@pytest.mark.parametrize(("turns", "tokens"), [(20, 12_100), (50, 28_600)])
+def test_rewards_of_many_turns_do_not_repeat_their_tokens(turns: int, tokens: int) -> None:
+    """The prompt, an answer of 50 tokens per turn, and 500 that are added before the next."""
+    added, made, ids = (tokens - turns * 50) // turns, list[Turn](), list[int]()
+    for turn in range(turns):
+        ids = [*ids, *range(added if turn else tokens - turns * 50 - (turns - 1) * added)]
+        made.append(Turn(prompt_ids=ids, response_ids=[*range(50)], log_probs=[-1.0] * 50))
+        ids = [*ids, *range(50)]
+    trajectory = Trajectory(rollout_id="ro", attempt_id="at", task={}, turns=tuple(made), reward=1.0)
+    rewards = {turn: TurnReward(float(turn), {}, target=f"turn:{turn}") for turn in range(turns)}
+    [whole] = convert_trajectory(trajectory, turn_rewards=rewards, reward_spans=True).samples
+    assert (len(whole.tokens), len(whole.metadata["reward_spans"])) == (tokens, turns)
+    split = convert_trajectory(trajectory, turn_rewards=rewards).samples
+    assert (len(split), sum(len(sample.tokens) for sample in split)) == (turns, tokens * (turns + 1) // 2)
 
 
 def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:

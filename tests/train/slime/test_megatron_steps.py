@@ -77,6 +77,19 @@ def test_weights_are_the_one_ranks(name: str, expected: str, within: float, logs
     assert max(float((value - before[key]).abs().max()) for key, value in theirs.items()) > 9e-4
 
 
+@pytest.mark.parametrize("name", ["turns", "turns_cp2"])
+def test_a_sample_with_turns_rewards_has_the_gradient_of_one_per_reward(
+    name: str, logs: dict[str, Any], directory: Path
+):
+    before, ours, theirs = (weights(directory / part) for part in ("policy", f"{name}/weights", "turns_split/weights"))
+    moved = {key: value - before[key] for key, value in theirs.items()}
+    apart = sum(float((value - before[key] - moved[key]).square().sum()) for key, value in ours.items() if key in moved)
+    size = sum(float(value.square().sum()) for value in moved.values())
+    assert size > 1e-2
+    assert (apart / size) ** 0.5 < 3e-6
+    assert logs[name]["train/loss"] == pytest.approx(logs["turns_split"]["train/loss"], abs=1e-6)
+
+
 def weights(directory: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
