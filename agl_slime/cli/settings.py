@@ -86,7 +86,8 @@ class TrainConfig:
     view: View = "auto"
     """Live progress or one line per iteration; auto is live on a terminal, web opens the run's page, too."""
     track: tuple[Tracker, ...] = ()
-    """Further trackers of metrics: wandb, mlflow; their environment variables name the server."""
+    """Further trackers: wandb and mlflow for metrics, otlp for spans of rollouts; their environment variables name the
+    server."""
     keep_rollouts: Keep = "sampled"
     """Rollouts written whole to rollouts.jsonl, for the report: all, sampled (per iteration the best, the worst, a
     random and a failed one), or none."""

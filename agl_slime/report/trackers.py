@@ -16,7 +16,7 @@ from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file
 
-Tracker = Literal["wandb", "mlflow"]
+Tracker = Literal["wandb", "mlflow", "otlp"]
 _PROJECT = "agl-slime"
 _MAX_PARAM = 500  # characters, accepted by every MLflow server
 
@@ -24,7 +24,7 @@ _MAX_PARAM = 500  # characters, accepted by every MLflow server
 def need_trackers(names: Sequence[str]) -> None:
     """Raises ``MissingDependencyError`` for a tracker whose library is not installed."""
     for name in names:
-        if find_spec(name) is None:
+        if name != "otlp" and find_spec(name) is None:  # whose exporter Agent Lightning installs
             raise MissingDependencyError(f'--track {name} needs its library: pip install "agl-slime[{name}]"')
 
 
