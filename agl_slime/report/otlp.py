@@ -23,8 +23,8 @@ _CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"  # OpenTelemetry
 
 class OtlpWriter:
     """A trace for each rollout of a group: a span of the agent with reward and outcome, and a child for each model call
-    with its tokens. Names follow OpenTelemetry's GenAI conventions and ``rl.*`` of their proposal 88, in
-    development both; validations have no trace. Server and headers come from ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its kin.
+    with its tokens. Names follow OpenTelemetry's GenAI conventions and ``rl.*`` of their proposal 88, in development
+    both; validations have no trace. Server and headers come from ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its kin.
     """
 
     def __init__(self, run: RunDir) -> None:
