@@ -42,7 +42,7 @@ def main() -> int:
     add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
     experts = "report the experts of each token to requests that ask for them; by default where the model has some"
     add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=None, help=experts)
-    add("--deterministic", type=int, choices=(0, 1), default=0, help="equal requests get bit-equal answers; one thread")
+    add("--deterministic", type=int, choices=(0, 1), default=0, help="equal requests get bit-equal answers")
     add("--torch-threads", type=int, help="by default 1 for a tiny model, else --cores")
     add("--cores", type=int, help="by default all that this process may use, at most OMP_NUM_THREADS")
     add("--random-seed", type=int, default=0)

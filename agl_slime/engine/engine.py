@@ -67,8 +67,6 @@ class Engine:
         has_experts = bool(routers_of(model))
         if deterministic and has_experts:
             raise ConfigError("deterministic: the batch of an expert has tokens of all requests; leave it out")
-        if deterministic and (threads := torch.get_num_threads()) > 1:
-            raise ConfigError(f"deterministic: torch has {threads} threads, and answers repeat with one; set 1")
         if return_routed_experts is None:
             return_routed_experts = has_experts
         self.max_running = max_running

@@ -33,9 +33,10 @@ from agl_slime.errors import ConfigError
 ATTENTION = "agl_slime_slots"
 _BLOCK = 8
 BUCKET = 64  # places that a token attends to at least, in a pass that does not depend on other tokens
-LEAST_ROWS = 8
-"""Rows of a product of matrices from which on a row's result does not depend on the others, with one thread: MKL has
-other kernels below four rows (measured with torch 2.13)."""
+ROWS = 8
+"""A product of matrices of a multiple of this many rows has results that depend neither on other rows nor on the number
+of threads: MKL has other kernels for fewer than four rows, of the whole or of a thread's part (measured with torch
+2.13 and up to eight threads)."""
 
 
 class Step:
@@ -123,7 +124,7 @@ class Step:
 class InvariantStep(Step):
     """A pass in which a token's attention depends, to the last bit, on its sequence and its place in it alone: not on
     rows beside it, nor on how many of its sequence's tokens are computed with it. Each token attends to whole buckets
-    of places, up to its own, by products of at least ``LEAST_ROWS`` rows."""
+    of places, up to its own, by products of a multiple of ``ROWS`` rows."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         super().__init__(keys, values)
@@ -161,7 +162,7 @@ class InvariantStep(Step):
             width, n = later.shape[-1], groups * part.shape[1]
             k, v = (cache[rows[:, 0], :, :width].flatten(0, 1) for cache in (self._keys[layer], self._values[layer]))
             k, v = (pad(x, (0, 0, 0, width - x.shape[1])) for x in (k, v))
-            missing = (0, 0, 0, max(0, LEAST_ROWS - n))
+            missing = (0, 0, 0, -n % ROWS)
             q = query[:, :, part].permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)
             scores = torch.bmm(pad(q, missing), k.transpose(1, 2))[:, :n]
             by_group = scores.reshape(len(rows), -1, groups, part.shape[1], width).masked_fill(later, -torch.inf)
@@ -229,7 +230,7 @@ class SlotModel:
         self.slots = slots
         self.prefix_cache = prefix_cache
         self._step = InvariantStep if deterministic else Step
-        self._least = LEAST_ROWS if deterministic else 0
+        self._rows = ROWS if deterministic else 1
         self.active = 0
         layers = config.num_hidden_layers
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -274,7 +275,7 @@ class SlotModel:
             raise ConfigError(_REFUSED.format(type(self.model).__name__))
         self.release(0)
         self.flush()
-        if self._least:
+        if self._rows > 1:
             beside = self.prefill([ids, ids[:3], ids[:5]][: self.slots]).logits[0]
             if not torch.equal(beside, logits[0]):
                 reason = f"logits depend on the batch on this machine, with torch {torch.__version__}"
@@ -405,7 +406,7 @@ class SlotModel:
         return self._logits(hidden)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
-        n, missing = len(ids), (0, max(0, self._least - len(ids)))
+        n, missing = len(ids), (0, -len(ids) % self._rows)
         ids, positions = pad(ids, missing).unsqueeze(0), pad(positions, missing).unsqueeze(0)
         options: dict[str, Any] = {"use_cache": False, "slot_step": step}
         return self._base(input_ids=ids, position_ids=positions, **options).last_hidden_state[0, :n]
@@ -413,8 +414,8 @@ class SlotModel:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, vocabulary] of ``hidden`` [tokens, hidden size]."""
         weight = self._head.weight
-        if self._least > len(hidden):
-            return self._logits(pad(hidden, (0, 0, 0, self._least - len(hidden))))[: len(hidden)]
+        if missing := -len(hidden) % self._rows:
+            return self._logits(pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
         if len(hidden) == 1 or len(weight) <= _HEAD_CHUNK or getattr(self._head, "bias", None) is not None:
             return self._head(hidden).float()
         # in parts of the vocabulary, which stay in the cache: 20 to 30 % faster than one product

@@ -45,7 +45,7 @@ class LoopSettings:
     deterministic: bool = False
     """Two runs with one seed are equal to the last bit, also when they are asynchronous, or killed and resumed: weights
     are updated when no rollout is in flight, batches are in the order of draw, and the embedded engine computes each
-    answer as if it were alone, with one thread (docs/deterministic.md)."""
+    answer as if it were alone (docs/deterministic.md)."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
 

@@ -192,14 +192,33 @@ def test_a_seed_gives_one_answer_alone_in_a_crowd_and_resumed(requests: Requests
     assert [request.seed for request in parse_generate(body, encode=lambda _: [])[0]] == [2, 3]
 
 
-def test_deterministic_answers_need_one_thread_and_a_model_without_experts(policy_dir: Path, tmp_path: Path) -> None:
+def test_deterministic_answers_need_a_model_without_experts(tmp_path: Path) -> None:
     from agl_slime.engine.server import load_server
 
-    (tmp_path / "moe").mkdir()
-    for model, threads, problem in ((save_moe(tmp_path / "moe"), 1, "expert"), (policy_dir, 2, "torch has 2 threads")):
-        with pytest.raises(ConfigError, match=f"deterministic: .*{problem}"):
-            load_server(str(model), token=None, torch_threads=threads, deterministic=True)
-    load_server(str(policy_dir), token=None, torch_threads=1, deterministic=True).engine.close()
+    with pytest.raises(ConfigError, match=r"deterministic: .*expert"):
+        load_server(str(save_moe(tmp_path)), token=None, deterministic=True)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_deterministic_logits_do_not_depend_on_the_number_of_threads(policy_dir: Path, threads: int) -> None:
+    """With a part of a thread's own of any number of rows."""
+    import torch
+
+    from agl_slime.engine.slots import SlotModel
+
+    model = SlotModel(load_model(policy_dir), slots=20, context=64, deterministic=True, prefix_cache=False)
+    expected = model.prefill([[7, 8, 9, 10]]).logits[0]
+    torch.set_num_threads(threads)
+    try:
+        for others in range(20):
+            model.flush()
+            while model.active:
+                model.release(0)
+            model.prefill([*([number, 7, 8] for number in range(others)), [7, 8, 9]])
+            logits = model.decode(torch.tensor([10] * (others + 1)))
+            assert torch.equal(logits[-1], expected), others
+    finally:
+        torch.set_num_threads(1)
 
 
 @settings(max_examples=examples(8), deadline=None)
