@@ -117,7 +117,7 @@ def command(*words: str | Path, log: Path) -> None:
 def evaluated(case: Case, out: Path, words: list[str | Path]) -> list[dict[str, Any]]:
     """The two models of an evaluation on the same tasks."""
     how = ("--k", str(K), "--n-tasks", str(case.tasks), "--output-dir", out)
-    command("-m", "agl_slime.cli.main", "eval", *words, *how, log=out.with_suffix(".log"))
+    command("-m", "agl_slime", "eval", *words, *how, log=out.with_suffix(".log"))
     found = json.loads((out / "eval.json").read_text())
     return [{"model": one["model"], **one["reward"], "failed": one.get("failed")} for one in found["models"]]
 

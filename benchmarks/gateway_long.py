@@ -137,7 +137,7 @@ async def bare(engine: Engine) -> AsyncIterator[Server]:
 async def recorder(engine: Engine) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory() as directory:
         arguments = ["--sglang-url", engine.url, "--model-path", engine.model, "--directory", f"{directory}/recorded"]
-        with started([sys.executable, "-m", "agl_slime.cli.main", "record", *arguments]) as (line, pid):
+        with started([sys.executable, "-m", "agl_slime", "record", *arguments]) as (line, pid):
             url = line.removeprefix("recorder at ").removesuffix("/rollouts")
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 yield Recorder(url, pid, http)

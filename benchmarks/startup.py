@@ -64,7 +64,7 @@ def seconds_to_first_rollout(tree: Path) -> float:
 
 def seconds_of_help(tree: Path) -> float:
     began = time.monotonic()
-    command = [sys.executable, "-m", "agl_slime.cli.main", "--help"]
+    command = [sys.executable, "-m", "agl_slime", "--help"]
     subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, check=True, capture_output=True)
     return time.monotonic() - began
 

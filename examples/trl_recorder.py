@@ -140,7 +140,7 @@ class PushWeights(TrainerCallback):
 @contextmanager
 def recorder(engine: str, directory: Path) -> Iterator[str]:
     """The address of an ``agl-slime record`` in front of ``engine``."""
-    command = [sys.executable, "-m", "agl_slime.cli.main", "record", "--sglang-url", engine]
+    command = [sys.executable, "-m", "agl_slime", "record", "--sglang-url", engine]
     command += ["--model-path", str(LOOKUP_POLICY), "--directory", str(directory), "--max-new-tokens", "48"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -299,7 +299,3 @@ def _without_tracebacks(record: logging.LogRecord) -> bool:
     """Drop tracebacks, and Agent Lightning's messages on failed rollouts, which the reports count and explain."""
     record.exc_info = record.exc_text = record.stack_info = None
     return not (record.name.startswith("agentlightning.runner") and "Exception during rollout" in record.getMessage())
-
-
-if __name__ == "__main__":
-    run()

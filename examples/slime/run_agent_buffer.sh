@@ -11,7 +11,7 @@ export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
 port="${BUFFER_PORT:-8889}"
 DATA="$(realpath "${DATA:?set DATA to the tasks}")"
 export DATA BUFFER_URL="http://127.0.0.1:$port"
-python -m agl_slime.cli.main buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
+python -m agl_slime buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
 buffer=$!
 trap 'kill "$buffer" 2>/dev/null || true; wait "$buffer" || true' EXIT
 "$here/run_agent.sh" "$@" # waits for the buffer, and sends it the instances that a resumed run has trained on

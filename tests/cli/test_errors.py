@@ -201,7 +201,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["audit", "--help"], ["record", "--help"], []])
 def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "agl_slime.cli.main", *arguments]
+    command = [sys.executable, "-m", "agl_slime", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     reader, writer = os.pipe()
     os.close(reader)

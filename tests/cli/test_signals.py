@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,21 @@ def test_a_signal_while_it_imports_or_starts(number: signal.Signals, imports_s: 
         assert took < WITHIN_S, run.text
         assert gone(children, 1.0)
     assert imports_s is not None or run.lines[-1] == "Interrupted; written files are kept."
+
+
+@pytest.mark.parametrize("program", ["agl_slime.__main__", "train"])
+def test_interrupt_during_the_first_imports_ends_without_a_traceback(program: str) -> None:
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        name == 'rich' and os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        f"runpy.run_module({program!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "train"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> Non
     engine = engine_saying(tokenizer, ["one"])
     with StoreService(store=store) as service, in_thread(engine):
         rollout_id, attempt_id = await begun(store)
-        command = [sys.executable, "-m", "agl_slime.cli.main", "gateway", "--store-url", service.url]
+        command = [sys.executable, "-m", "agl_slime", "gateway", "--store-url", service.url]
         command += ["--sglang-url", engine.url, "--model-path", str(tmp_path)]
         with server_process(command, AGL_SLIME_GATEWAY_TOKEN="secret") as (child, url):
             url = f"{url.removesuffix('/v1')}/k/secret/rollout/{rollout_id}/attempt/{attempt_id}/v1/chat/completions"

@@ -95,7 +95,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
 @cache  # a command that stands on several pages runs once
 def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
-    here = {"python": [sys.executable], "agl-slime": [sys.executable, "-m", "agl_slime.cli.main"]}
+    here = {"python": [sys.executable], "agl-slime": [sys.executable, "-m", "agl_slime"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
     with subprocess.Popen(
         [*here[words[0]], *words[1:]],

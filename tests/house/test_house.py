@@ -17,7 +17,7 @@ from tests.harness.planted import FAULTS, Fault
 
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-AT_THE_ROOT = {"__init__.py", "types.py", "events.py", "metric_names.py", "errors.py", "slime_hooks.py"}
+AT_THE_ROOT = {"__init__.py", "__main__.py", "types.py", "events.py", "metric_names.py", "errors.py", "slime_hooks.py"}
 WITH_PYTHON = ("agl_slime", "tests", "benchmarks", "agents", "examples", "scripts")
 # from … import (…) of our packages; slime has examples, OpenAI has agents
 _IMPORTS = re.compile(r"^\s*from ((?:agl_slime|tests|benchmarks)[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)

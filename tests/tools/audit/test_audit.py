@@ -133,7 +133,7 @@ def test_readers_leave_a_run_as_it_was_on_a_read_only_disk_too(run: Path, tmp_pa
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [run, *run.rglob("*")]} == before
     record = f"record --sglang-url http://127.0.0.1:1 --model-path {run} --directory"
     for command in ("audit", "report", "export --to sft", "export --to parquet", record):
-        program = [sys.executable, "-m", "agl_slime.cli.main", *command.split(), str(run)]
+        program = [sys.executable, "-m", "agl_slime", *command.split(), str(run)]
         done = subprocess.run(["unshare", "-m", "sh", "-c", READ_ONLY, run, *program], capture_output=True, text=True)
         if "mount" in done.stderr or "unshare" in done.stderr:
             pytest.skip(f"this machine allows no read-only mount ({done.stderr})")

@@ -62,7 +62,7 @@ def test_the_shipped_policy_is_of_todays_demonstrations_and_needs_no_torch() -> 
 
 @pytest.mark.slow
 def test_the_script_gives_the_shipped_policy(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agl_slime.cli.main", "demo-policy", str(tmp_path / "p")]
+    command = [sys.executable, "-m", "agl_slime", "demo-policy", str(tmp_path / "p")]
     subprocess.run(command, timeout=300, check=True)
     directories = (tmp_path / "p", LOOKUP_POLICY)
     made, shipped = (json.loads((directory / SPEC_FILE).read_text()) for directory in directories)

@@ -38,7 +38,7 @@ def test_a_used_directory_and_an_agent_without_demonstrations_are_refused(
 
 @pytest.mark.slow
 def test_the_commands_of_the_written_readme_lead_to_a_rising_reward(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "agl_slime.cli.main"]
+    program = [sys.executable, "-m", "agl_slime"]
     train = ["train", "--agent", "agent.py:MyAgent", "--model-path", "tiny", "--view", "lines", "--output-dir", "out"]
     for command in (["new", "mine"], ["demo-policy", "tiny", "agent.py:MyAgent"], train):
         here = tmp_path if command[0] == "new" else tmp_path / "mine"

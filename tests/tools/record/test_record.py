@@ -49,7 +49,7 @@ def recording(directory: Path, *says: str, **options: Any) -> Iterator[tuple[Rec
 
 
 def record_command(engine: ScriptedEngine, directory: Path) -> list[str]:
-    command = [sys.executable, "-m", "agl_slime.cli.main", "record", "--sglang-url", engine.url]
+    command = [sys.executable, "-m", "agl_slime", "record", "--sglang-url", engine.url]
     return [*command, "--model-path", str(directory / "model"), "--directory", str(directory / "recorded")]
 
 
