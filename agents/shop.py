@@ -42,7 +42,7 @@ class Price:
 
 class Shop(SGLangLitAgent):
     tools = [Price]
-    tools_in_prompt = False
+    tools_in_prompt, tool_parser = False, "hermes"
     max_turns = 2
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:

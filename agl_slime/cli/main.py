@@ -41,6 +41,7 @@ COMMANDS = {
     "new": ("write an agent to start from", "tools.new.command:new"),
     "try": ("run one task of an agent and show what was said, its reward and tokens", "tools.try_agent.command:main"),
     "demo-policy": ("make a tiny policy for an agent with demonstrations", "tools.demo_policy.command:demo_policy"),
+    "warm-up": ("train a model on recorded conversations", "tools.warm_up.command:warm_up"),
     "model": ("fetch a model and print its directory", "cli.commands:model"),
     "eval": ("evaluate one model, or compare two, on held-out tasks", "tools.evaluation.command:main"),
     "export": ("export kept rollouts as sft, dpo, messages, parquet or hf-dataset", "tools.export.command:main"),

@@ -22,6 +22,7 @@ class Retokenizer:
     """
 
     tokenizer: ChatTokenizer
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     _earlier: list[tuple[str, list[int]]] = field(default_factory=list)
 
     def turn(
@@ -50,8 +51,8 @@ class Retokenizer:
             if len(messages) != 1:
                 raise TraceError(f"the tokenizer has no chat template, the text trace has {len(messages)} messages")
             return str(messages[0].get("content") or ""), content  # the completions API
-        prompt = render_chat(self.tokenizer, messages, tools=tools, generation_prompt=True)
-        whole = render_chat(self.tokenizer, [*messages, answer], tools=tools)
+        prompt = render_chat(self.tokenizer, messages, tools=tools, generation_prompt=True, **self.template_kwargs)
+        whole = render_chat(self.tokenizer, [*messages, answer], tools=tools, **self.template_kwargs)
         if not whole.startswith(prompt):  # a finished answer has another beginning than the generation prompt
             return prompt, content
         sampled = self._sampled_part(whole[len(prompt) :], content, finish_reason)
@@ -74,7 +75,8 @@ class Retokenizer:
             return ""
         role = "tool" if messages[-1].get("tool_calls") else "user"
         try:
-            continued = render_chat(self.tokenizer, [*messages, {"role": role, "content": "?"}], tools=tools)
+            following = [*messages, {"role": role, "content": "?"}]
+            continued = render_chat(self.tokenizer, following, tools=tools, **self.template_kwargs)
         except PromptError:
             return ""
         return added_token_at(self.tokenizer, continued, len(sampled)) if continued.startswith(sampled) else ""

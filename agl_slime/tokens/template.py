@@ -115,7 +115,7 @@ class ChatTemplate:
         later_systems: LaterSystems = "in_place",
     ) -> None:
         self.tokenizer = tokenizer
-        self._tools = [dict(tool) for tool in tools] if tools else None
+        self.tools = [dict(tool) for tool in tools] if tools else None
         self.kwargs = dict(template_kwargs or {})
         self._has_tail = False
         self.generation_prompt_ids: dict[tuple[str, int], tuple[list[int], int]] = {}
@@ -130,7 +130,7 @@ class ChatTemplate:
         self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
-        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **arguments})
+        return type(self)(tokenizer=self.tokenizer, tools=self.tools, template_kwargs={**self.kwargs, **arguments})
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The text of ``messages``, with a generation prompt or without; without the text that the template writes only
@@ -146,7 +146,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
-        return renderer(self.tokenizer, self._tools, self.kwargs)
+        return renderer(self.tokenizer, self.tools, self.kwargs)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the generation prompt of the next answer."""
@@ -181,7 +181,7 @@ class ChatTemplate:
     @functools.cached_property
     def reader(self) -> AnswerReader:
         """The reader of answers to prompts of this template; it reads calls if there are tools and a parser."""
-        parser = find_format(self.tokenizer, self.kwargs) if self._tools else None
+        parser = find_format(self.tokenizer, self.kwargs) if self.tools else None
         options: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
         return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **options)
 

@@ -19,6 +19,7 @@ from agl_slime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/archive").glob("*.md"))]
+RECIPES = sorted((ROOT / "examples").glob("*/README.md"))
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -31,7 +32,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     findings = []
-    for page in PAGES:
+    for page in PAGES + RECIPES:
         text = _FENCE.sub("", page.read_text())
         links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|srcset)="([^"]+)"', text)]
         for link in (link for link in links if "://" not in link):
@@ -63,7 +64,7 @@ def reads(words: list[str]) -> bool:
 
 def test_every_command_has_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGL_KEY", "a key")  # which the page of 1.0 says to set
-    listed = [(page.name, command) for page in PAGES for command in commands(page)]
+    listed = [(page.name, command) for page in PAGES + RECIPES for command in commands(page)]
     assert len(listed) >= 25
     plain = ((name, re.sub(r"\[(.*?)\]", r"\1", command).replace("…", "")) for name, command in listed)
     assert not [(name, command) for name, command in plain if not reads(shlex.split(command))]

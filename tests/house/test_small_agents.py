@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,19 @@ import pytest
 from agents.alphabet_sort import AlphabetSort
 from agents.reverse_text import ReverseText
 from agents.shop import Price, Shop
+from agl_slime.cli.start import check_tools
+from agl_slime.cli.wiring import RunInputs
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
+
+
+class WithoutCalls:
+    """A tokenizer whose template writes contents alone, as SmolLM2's: no parser can be chosen by it."""
+
+    chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        return "".join(message["content"] for message in conversation)
 
 
 class ReverseCharacters(ReverseText):
@@ -61,4 +73,6 @@ def test_the_shop_pays_for_asking_and_for_the_number() -> None:
     assert reward("rope", "42 or 43") == pytest.approx(0.2)
     assert reward("ball", "42") == reward(None, "42") == 0.0
     assert Price(task)("Rope ") == "42 coins"
+    inputs = RunInputs(agent=Shop(), tasks=[task])
+    assert asyncio.run(check_tools(inputs, Path("smollm2"), WithoutCalls(), seed=0)) == ""
     assert "no such item" in Price(task)("ball")

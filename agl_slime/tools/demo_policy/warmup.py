@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,13 +21,18 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
 
-from agl_slime.cli.demo import Demonstration, DemonstrationSource
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.cli.demo import DemonstrationSource
+from agl_slime.cli.demo.formats import Quality
 from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.support.files import whole_directory
 from agl_slime.tools.demo_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer
+from agl_slime.tools.warm_up.recorded import read_conversations
+from agl_slime.tools.warm_up.steps import SUPERVISED, probe
+from agl_slime.train.local.settings import LocalTrainerSettings
+from agl_slime.train.local.trainer import LocalTrainer
+from agl_slime.types import Sample
 
 SPEC_FILE = "agl_slime_policy.json"
 """A file beside the checkpoint: the hash of its inputs, the machine, and the warm-up's report."""
@@ -122,11 +128,11 @@ def train_policy(
     with torch.random.fork_rng(devices=[]), _on_one_thread():
         torch.manual_seed(seed)
         model = transformers.Qwen3ForCausalLM(config).float()
-        report = warm_up(model, tokenizer, source, seed=seed, settings=settings, progress=progress)
         model.generation_config = transformers.GenerationConfig(**ends, do_sample=True, temperature=1.0)
         transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        report = warm_up(directory, source, seed=seed, settings=settings, progress=progress)
     # transformers 5 writes what transformers 4, in a server for example, does not read
     edit_json(directory / "config.json", rope_theta=_SHAPE["rope_theta"])
     edit_json(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
@@ -135,54 +141,30 @@ def train_policy(
     return {"warmup": report, "made_with": made_with}
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and, for each token, the number (from 0) of the assistant turn that it belongs to, or
-    -1 for context.
-
-    An assistant turn is its content and the end token, which a model has to sample.
-    """
-    ids: list[int] = []
-    turns: list[int] = []
-    rendered = 0
-    text = str(tokenizer.apply_chat_template(demonstration, tokenize=False))
-    for index, message in enumerate(demonstration):
-        if message["role"] != "assistant":
-            continue
-        prompt = str(tokenizer.apply_chat_template(demonstration[:index], tokenize=False, add_generation_prompt=True))
-        context = tokenizer.encode(text[rendered : len(prompt)], add_special_tokens=False)
-        answer = [*tokenizer.encode(str(message["content"]), add_special_tokens=False), int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
-        ids += context + answer
-        turns += [-1] * len(context) + [max(turns, default=-1) + 1] * len(answer)
-        rendered = len(prompt) + len(str(message["content"])) + len(str(tokenizer.eos_token))
-    return ids, turns
-
-
 def warm_up(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
     source: DemonstrationSource,
     *,
     seed: int,
     settings: PolicySettings,
     progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, float]:
-    """Train ``model`` in place; deterministic for a seed on one machine. Returns the steps of each phase and the
-    probe's value when each ended. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
+    """Train the checkpoint in ``directory``; deterministic for a seed on one machine. Returns the steps of each phase
+    and the probe's value when each ended. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
     rng = random.Random(seed)
-    probe = _batch(tokenizer, source.demonstrations(rng, settings.probe_size, quality="clean"))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    of_steps: dict[str, Any] = {"lr": settings.learning_rate, "warmup_steps": _LR_WARMUP_STEPS, "grad_clip": _GRAD_CLIP}
+    trainer = LocalTrainer(
+        model_path=directory, settings=LocalTrainerSettings(**SUPERVISED, **of_steps), torch_threads=1
+    )
 
-    def step(quality: Any, learning_rate: float) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        batch = _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality=quality))
-        loss = functional.cross_entropy(*_answer_logits(model, batch))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _GRAD_CLIP)
-        optimizer.step()
+    def conversations(n: int, quality: Quality) -> list[list[Sample]]:
+        rows = [{"messages": messages} for messages in source.demonstrations(rng, n, quality=quality)]
+        return asyncio.run(read_conversations(rows, agent=SGLangLitAgent(), model=str(directory)))
 
-    model.train()
+    def step(quality: Quality) -> None:
+        trainer.imitate([sample for each in conversations(settings.batch_size, quality) for sample in each])
+
+    held_out = conversations(settings.probe_size, "clean")
     score, steps = 0.0, 0
     while score < settings.target:
         if steps >= settings.max_steps:
@@ -190,50 +172,28 @@ def warm_up(
                 f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: "
                 "try another seed or simpler demonstrations"
             )
-        step("clean", settings.learning_rate * min(1.0, (steps + 1) / _LR_WARMUP_STEPS))
+        step("clean")
         steps += 1
         if steps % settings.probe_every == 0:
-            score = _probe(model, probe)
+            _, score = probe(trainer, held_out)
             if steps % _REPORT_EVERY == 0:
                 progress(f"step {steps}: {score:.0%} of new answers are right (goal {settings.target:.0%})")
     for n in range(settings.decay_steps):
-        step("clean", settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1)))
-    clean_probe = _probe(model, probe)
+        trainer.lr = settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1))
+        step("clean")
+    _, clean_probe = probe(trainer, held_out)
+    trainer.lr = _IMPERFECT_LEARNING_RATE
     for _ in range(settings.imperfect_steps):
-        step("imperfect", _IMPERFECT_LEARNING_RATE)
-    model.eval()
+        step("imperfect")
+    trainer.save_weights(directory)
+    _, final_probe = probe(trainer, held_out)
+    imperfect_steps = settings.imperfect_steps
     return {
         "clean_steps": steps,
         "clean_probe": clean_probe,
-        "imperfect_steps": settings.imperfect_steps,
-        "final_probe": _probe(model, probe),
+        "imperfect_steps": imperfect_steps,
+        "final_probe": final_probe,
     }
-
-
-def _batch(tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration]) -> torch.Tensor:
-    """Right-padded conversations, [2, conversations, tokens]: ids, and the turn of each as in ``encode``."""
-    encoded = [encode(tokenizer, demonstration) for demonstration in demonstrations]
-    width = max(len(ids) for ids, _ in encoded)
-    return torch.tensor([[row[n] + [-n] * (width - len(row[n])) for row in encoded] for n in range(2)])
-
-
-def _answer_logits(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # the output layer is a large part of a tiny model: it runs only where an assistant wrote. Right padding needs no
-    # mask under causal attention.
-    ids, turns = batch
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    written = turns[:, 1:] >= 0
-    return model.lm_head(hidden[:, :-1][written]), ids[:, 1:][written]
-
-
-@torch.no_grad()
-def _probe(model: Any, batch: torch.Tensor) -> float:
-    """Share of the assistant turns in which every token is the model's first choice."""
-    logits, labels = _answer_logits(model, batch)
-    rows, places = (batch[1, :, 1:] >= 0).nonzero(as_tuple=True)
-    turns = list(zip(rows.tolist(), batch[1, rows, places + 1].tolist(), strict=True))
-    wrong = {turn for turn, right in zip(turns, (logits.argmax(-1) == labels).tolist(), strict=True) if not right}
-    return 1 - len(wrong) / len(set(turns))
 
 
 @contextmanager

@@ -30,12 +30,16 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware has instructions for bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def bfloat16_wanted(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:
     """Whether to compute in bfloat16. Raises ``ConfigError`` if requested on hardware that would emulate it."""
-    if device.type == "cuda":
-        has = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has = has_bfloat16(device)
     if setting == "bfloat16" and not has:
         raise ConfigError(
             f"compute_dtype is 'bfloat16', which the {device.type} here has no instructions for; use 'auto'."

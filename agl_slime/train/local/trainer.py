@@ -209,7 +209,9 @@ class LocalTrainer:
                     ratios = self._score(self.model, microbatches, checked.n_tokens).log_probs - old
                     objective.sequence_log_ratios = sequence_means(ratios, self._tensor(checked.token_rollouts))
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
-                steps.append(self._step(microbatches, objective, first if not (recompute or epoch) else None, place))
+                steps.append(
+                    self._step(microbatches, objective.loss, first if not (recompute or epoch) else None, place)
+                )
                 if len(steps) == 1:
                     metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
                     if engine is not None:
@@ -236,6 +238,17 @@ class LocalTrainer:
             metrics |= user_metrics(self.settings.metric, **arrays)
         return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
+
+    @in_own_thread
+    def imitate(self, samples: Sequence[Sample]) -> float:
+        """Take one step of supervised learning on the tokens under the mask, whose rewards are 1; returns their
+        cross-entropy in nats per token. Raises ``TrainerError`` as :meth:`train`."""
+        self._set_threads()
+        batch = self._check(samples)
+        microbatches = self._microbatches(batch, range(batch.n_samples))
+        self._done, self._planned = 0, sum(len(micro.ids) * self._cost(micro) for micro in microbatches)
+        place = f"step {self.steps + 1}"
+        return self._step(microbatches, lambda _, log_probs: -log_probs.sum() / batch.n_tokens, None, place)[0]
 
     @in_own_thread
     def score(self, samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[np.ndarray]:
@@ -327,14 +340,18 @@ class LocalTrainer:
         return objective
 
     def _step(
-        self, microbatches: list[MicroBatch], objective: Objective, first: _FirstScores | None, place: str
+        self,
+        microbatches: list[MicroBatch],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        first: _FirstScores | None,
+        place: str,
     ) -> tuple[float, float]:
         """One optimizer step; returns the loss and the norm of the gradient, and writes the tokens' scores to
         ``first``."""
         total = 0.0
         try:
             for micro in microbatches:
-                total += self._loss(micro, objective.loss, first, place)
+                total += self._loss(micro, loss_of, first, place)
                 self._progressed(len(micro.ids) * self._cost(micro))
             if not any(self._cost(micro) > 1 for micro in microbatches):
                 for parameter in self._trained:  # AdamW skips its momentum without a gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -15,10 +16,12 @@ import pytest
 torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 load = pytest.importorskip("safetensors.torch").load
 
+from agl_slime import SGLangLitAgent  # noqa: E402
 from agl_slime.cli.demo import LOOKUP_POLICY, LookupDemonstrations, ReverseDemonstrations  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.tools.demo_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer, train_tokenizer  # noqa: E402
-from agl_slime.tools.demo_policy.warmup import SPEC_FILE, PolicySettings, encode, make_policy, spec_of  # noqa: E402
+from agl_slime.tools.demo_policy.warmup import SPEC_FILE, PolicySettings, make_policy, spec_of  # noqa: E402
+from agl_slime.tools.warm_up.recorded import read_conversations  # noqa: E402
 
 QUICK = PolicySettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2)
 """One step of each phase, for tests that do not depend on its result."""
@@ -128,11 +131,12 @@ def test_tools_and_calls_are_rendered_as_the_model_writes_them(tokenizer: Any) -
 
 @pytest.mark.parametrize(("source", "n_turns"), [(LookupDemonstrations(), 2), (ReverseDemonstrations(), 1)])
 def test_conversation_is_encoded_as_rendered_with_each_turn_marked(source: Any, n_turns: int, tokenizer: Any) -> None:
-    for conversation in source.demonstrations(random.Random(2), 10, quality="clean"):
-        ids, turns = encode(tokenizer, conversation)
-        assert tokenizer.decode(ids) + "\n" == tokenizer.apply_chat_template(conversation, tokenize=False)
-        answers = [message["content"] for message in conversation if message["role"] == "assistant"]
+    rows = [{"messages": messages} for messages in source.demonstrations(random.Random(2), 10, quality="clean")]
+    read = asyncio.run(read_conversations(rows, agent=SGLangLitAgent(tokenizer=tokenizer), model=""))
+    for row, (sample,) in zip(rows, read, strict=True):
+        assert tokenizer.decode(sample.tokens) + "\n" == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        response, spans = sample.tokens[-sample.response_length :], sample.metadata["turn_spans"]
+        assert [tokenizer.decode(response[start:end]) for start, end in spans] == [f"{a}<|im_end|>" for a in answers]
+        assert sum(sample.loss_mask or ()) == sum(end - start for start, end in spans)
         assert len(answers) == n_turns
-        for number, content in enumerate(answers):
-            tokens = [token for token, turn in zip(ids, turns, strict=True) if turn == number]
-            assert tokenizer.decode(tokens) == content + "<|im_end|>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -60,7 +61,7 @@ def run_dir(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.Tem
     )
 
 
-def test_exported_token_counts_equal_the_trained_ones(run_dir: Path) -> None:
+def test_exported_tokens_are_the_trained_ones(run_dir: Path, policy_dir: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="reads the table: pip install pyarrow")
     assert main(["export", str(run_dir), "--to", "parquet"]) == 0
     rows = parquet.read_table(run_dir / "export-parquet.parquet").to_pylist()
@@ -72,6 +73,19 @@ def test_exported_token_counts_equal_the_trained_ones(run_dir: Path) -> None:
     assert n == len(lines) == 64
     rewards = {line["rollout_id"]: line["reward"] for line in iter_jsonl(run_dir / "rollouts.jsonl")}
     assert {line["rollout_id"]: line["reward"] for line in lines} == rewards
+    # a warm-up on the right answers has their tokens, with the agent's prompts as well as with the file's
+    from agl_slime.cli.demo.agent import LookupAgent
+    from agl_slime.tools.warm_up.recorded import read_conversations
+
+    right = [line for line in lines if line["reward"] == 1.0]
+    tasks = [{**line, "task": json.loads(line["task"])} for line in right]
+    bare = [{"messages": line["messages"]} for line in right]
+    sampled = {row["rollout_id"]: (row["input_ids"], row["loss_mask"]) for row in rows}
+    assert right
+    for recorded in (tasks, bare):
+        read = asyncio.run(read_conversations(recorded, agent=LookupAgent(), model=str(policy_dir)))
+        ours = [(sample.tokens, sample.loss_mask) for (sample,) in read]
+        assert ours == [sampled[line["rollout_id"]] for line in right]
     for row in rows:
         assert row["prompt_length"] + len(row["loss_mask"]) == len(row["input_ids"])
         assert len(row["log_probs"]) > 0

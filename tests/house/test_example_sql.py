@@ -1,0 +1,84 @@
+"""``examples/sql``: queries that attack the database change nothing and end; a reward for the right result only."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sql"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        import sql_agent
+        import sql_data
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    return sql_agent, sql_data
+
+
+@pytest.fixture(scope="module")
+def task(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A question of a held-out domain, with its two databases."""
+    _, data = modules
+    directory = tmp_path_factory.mktemp("sql")
+    words = data.words_of(data.HELD_OUT.splitlines()[0])
+    data.make_databases(directory, words, seed=1)
+    return data.make_task(directory, words, random.Random(0), joins=3)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT {} FROM n"
+ATTACKS = {
+    "INSERT INTO clinic VALUES (9, 'Oslo')": "not authorized",
+    "DELETE FROM visit": "not authorized",
+    "DROP TABLE visit": "not authorized",
+    "UPDATE visit SET invoice = 0 RETURNING 1": "not authorized",
+    "CREATE TEMP TABLE t AS SELECT 1": "not authorized",
+    "VACUUM INTO '/tmp/copy.sqlite'": "authorization denied",
+    "ATTACH '/tmp/other.sqlite' AS other": "not authorized",
+    "PRAGMA writable_schema = 1": "not authorized",
+    "SELECT * FROM pragma_database_list": "not authorized|prohibited",
+    "BEGIN IMMEDIATE": "not authorized",
+    "SELECT load_extension('/tmp/x.so')": "not authorized",
+    "SELECT 1; DROP TABLE visit": "one statement",
+    ENDLESS.format("max(i)"): "interrupted",
+    ENDLESS.format("i") + " LIMIT 10000000": "more than 1000 rows",
+    ENDLESS.format("group_concat(i)"): "too big|interrupted",
+    "SELECT zeroblob(1000000000)": "too big",
+    "SELECT * FROM visit a, visit b, visit c, visit d ORDER BY a.seen || b.seen": "interrupted",
+    "SELECT prize FROM visit": "no such column",
+    "": "no query",
+    "SELECT '\0'": "null character|unrecognized",
+}
+
+
+@pytest.mark.parametrize("sql", ATTACKS)
+def test_a_query_that_attacks_changes_nothing_and_ends(
+    sql: str, modules: Any, task: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, _ = modules
+    if "interrupted" in ATTACKS[sql]:  # by the time limit
+        monkeypatch.setattr(agent, "SECONDS", 0.2)
+    before = Path(task["database"]).read_bytes()
+    with pytest.raises((sqlite3.Error, sqlite3.Warning, ValueError), match=ATTACKS[sql]):
+        agent.read(task["database"], sql)
+    assert agent.Database(task["database"]).query(sql).startswith("Error: ")
+    assert agent.score_query(task, sql)["score"] == 0.0
+    assert Path(task["database"]).read_bytes() == before
+    assert {path.suffix for path in Path(task["database"]).parent.iterdir()} == {".sqlite"}
+
+
+def test_only_the_right_result_in_both_databases_is_worth_one(modules: Any, task: dict[str, Any]) -> None:
+    agent, _ = modules
+    (row,) = agent.read(task["database"], task["query"])
+    guess = f"SELECT {row[0]!r}"
+    assert agent.read(task["database"], guess) == [row]
+    scores = [agent.score_query(task, sql)["score"] for sql in (task["query"], guess, "SELECT 1", "SELECT", "")]
+    assert scores == [1.0, 0.1, 0.1, 0.0, 0.0]
