@@ -13,14 +13,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AGLDataSource": "agl_slime.train.slime.source",
-    "APIMultiTurnRollout": "agl_slime.agent.batched.api_multi_turn",
+    "APIMultiTurnRollout": "agl_slime.buffer.batched.api_multi_turn",
     "Answer": "agl_slime.agent.session",
     "BridgeStore": "agl_slime.store.bridge",
     "ConcurrentRunner": "agl_slime.runner.concurrent",
     "DiskWeightSync": "agl_slime.engine.client.weights",
     "Generation": "agl_slime.engine.client.generation",
     "LoopSettings": "agl_slime.loop.settings",
-    "MultiTurnRollout": "agl_slime.agent.batched.multi_turn",
+    "MultiTurnRollout": "agl_slime.buffer.batched.multi_turn",
     "MultiTurnScheduler": "agl_slime.agent.scheduler",
     "OnlineRLLoop": "agl_slime.loop.online",
     "RolloutSession": "agl_slime.agent.session",
@@ -40,13 +40,13 @@ _HOME = {
 
 if TYPE_CHECKING:
     from agl_slime.agent.agent import SGLangLitAgent as SGLangLitAgent
-    from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout as APIMultiTurnRollout
-    from agl_slime.agent.batched.multi_turn import MultiTurnRollout as MultiTurnRollout
     from agl_slime.agent.scheduler import MultiTurnScheduler as MultiTurnScheduler
     from agl_slime.agent.scheduler import register_scheduler as register_scheduler
     from agl_slime.agent.session import Answer as Answer
     from agl_slime.agent.session import RolloutSession as RolloutSession
     from agl_slime.agent.tools import ToolManager as ToolManager
+    from agl_slime.buffer.batched.api_multi_turn import APIMultiTurnRollout as APIMultiTurnRollout
+    from agl_slime.buffer.batched.multi_turn import MultiTurnRollout as MultiTurnRollout
     from agl_slime.cli.algorithm import SlimeAlgorithm as SlimeAlgorithm
     from agl_slime.engine.client.client import SGLangClient as SGLangClient
     from agl_slime.engine.client.generation import Generation as Generation

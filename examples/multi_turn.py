@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.agent.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout, SGLangSampler, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
+from agl_slime.buffer.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout, SGLangSampler, trajectory_to_samples
 from agl_slime.cli.demo.formats import LookupDemonstrations
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.tokens.loading import load_tokenizer

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt
 
+from agl_slime.buffer.masks import MultiTurnLossMaskGenerator
 from agl_slime.buffer.models import ItemFields, check
 from agl_slime.buffer.stages import PADDING_OF, Item
-from agl_slime.tokens.masks import MultiTurnLossMaskGenerator
 from agl_slime.types import Sample, sample_from_fields
 
 _COPIED = ("uid", "instance_id", "group_id", "raw_reward", "buffer_group", PADDING_OF)

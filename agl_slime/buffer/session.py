@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from agl_slime.buffer.client import ask_buffer
+from agl_slime.buffer.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator
 from agl_slime.buffer.samples import SampleMaker, make_uniform
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
@@ -26,7 +27,6 @@ from agl_slime.support.http import is_transient
 from agl_slime.support.net import shown_url
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.tokens.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator
 from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.agent.batched.multi_turn import SGLangSampler
+from agl_slime.buffer.batched.multi_turn import SGLangSampler
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import OutOfVocabularyError
 from agl_slime.support.agl import LLM

@@ -157,7 +157,7 @@ def test_defaults_of_slimes_parser_do_not_override_the_environment(monkeypatch):
 
 async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "my_masks.py").write_text(
-        "from agl_slime.tokens.masks import MultiTurnLossMaskGenerator\n\n\n"
+        "from agl_slime.buffer.masks import MultiTurnLossMaskGenerator\n\n\n"
         "class CustomTaskMask(MultiTurnLossMaskGenerator):\n"
         "    def get_loss_mask(self, messages):\n"
         "        return [7, 8, 9], [0, 1, 1]\n"

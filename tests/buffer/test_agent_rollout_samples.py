@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer import stages
+from agl_slime.buffer.masks import get_loss_mask_generator
 from agl_slime.buffer.samples import SampleMaker, make_uniform
-from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.types import Sample
 from tests.buffer.items import make_item
 from tests.harness.vocabularies import chat_tokenizer

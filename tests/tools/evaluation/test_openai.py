@@ -15,7 +15,7 @@ from agl_slime.report.files import iter_jsonl
 from agl_slime.support.agl_types import LLM
 from agl_slime.tools.evaluation.command import EvalConfig
 from agl_slime.tools.record.recorder import RecordGateway
-from tests.agent.test_multi_turn_api import serving
+from tests.buffer.test_multi_turn_api import serving
 from tests.harness.training import needs_torch
 from tests.tools.evaluation.test_evaluation import evaluate
 

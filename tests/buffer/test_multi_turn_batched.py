@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
-from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Trajectory, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
+from agl_slime.buffer.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
+from agl_slime.buffer.batched.multi_turn import MultiTurnRollout, Trajectory, trajectory_to_samples
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
     ConfigError,
@@ -443,7 +443,7 @@ from twinkle_agentic.tools.tool_manager import ToolManager
 
 @patch.dict(sys.modules)
 def test_twinkles_import_paths_lead_here_where_twinkle_is_not_installed() -> None:
-    importlib.import_module(paths := "agl_slime.agent.batched.twinkle")
+    importlib.import_module(paths := "agl_slime.buffer.batched.twinkle")
     exec(IMPORTS, names := dict[str, Any]())
     ours = (MultiTurnRollout, APIMultiTurnRollout, OpenAI, SamplingParams, ToolManager)
     assert [names[each.__name__] for each in ours] == [*ours]

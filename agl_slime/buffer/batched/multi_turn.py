@@ -18,6 +18,7 @@ from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.session import RolloutSession, RolloutStopped, Session
 from agl_slime.agent.tools import ToolManager
 from agl_slime.agent.turns import run_turns
+from agl_slime.buffer.masks import get_loss_mask_generator
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import end_token_ids
 from agl_slime.engine.client.generation import Generation, SamplingParams
@@ -26,7 +27,6 @@ from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolEr
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.formats import ToolParser, find_format, get_tool_parser, parser_for
-from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.tokens.reward import check_reward, reward_number, select_reward
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.template import ChatTemplate

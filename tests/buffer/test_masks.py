@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_slime.buffer import masks
+from agl_slime.buffer.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator, register_loss_mask_generator
 from agl_slime.errors import ConfigError, TraceError
-from agl_slime.tokens import masks
-from agl_slime.tokens.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator, register_loss_mask_generator
 from agl_slime.tokens.tokenizer import encode_text
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.slime_programs import slime_package

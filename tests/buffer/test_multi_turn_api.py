@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
-from agl_slime.agent.batched.multi_turn import messages_to_sample
 from agl_slime.agent.tools import ToolManager
+from agl_slime.buffer.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
+from agl_slime.buffer.batched.multi_turn import messages_to_sample
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.support.http import listening
 from tests.agent.multi_turn_agents import look

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from agl_slime.agent.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.agent.chat_session import ChatSession
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.turns import run_turns
+from agl_slime.buffer.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.engine.client.generation import DefaultLimit, SamplingParams
 from agl_slime.errors import ConfigError, MissingDependencyError, RolloutError
 from agl_slime.support.threads import run_blocking
