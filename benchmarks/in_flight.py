@@ -154,11 +154,9 @@ async def processes(engine: str, count: int, rounds: int) -> dict[str, Any]:
 
 
 async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, Any]:
-    from agl_slime.runner.base import RunnerPlan
+    from agl_slime.runner.base import RunnerPlan, make_runners
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.make import make_runners
-    from agl_slime.store.bridge import BridgeStore
-    from agl_slime.store.retention import Retention
+    from agl_slime.store.bridge import BridgeStore, Retention
 
     configure_worker_process()
     store = BridgeStore(retention=Retention(released_rollouts=0))

@@ -71,8 +71,7 @@ async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, 
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store.bridge import BridgeStore
-    from agl_slime.store.retention import Retention
+    from agl_slime.store.bridge import BridgeStore, Retention
     from agl_slime.support.agl import LLM
     from benchmarks.work import TurnAgent
 

@@ -33,8 +33,7 @@ from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
 from agl_slime.tools.demo_policy.warmup import PolicySettings, make_policy
 from agl_slime.tools.export.command import kept_rollouts
-from agl_slime.tools.forensics.onset import Onset, find_onsets
-from agl_slime.tools.forensics.traits import Trait, read_traits
+from agl_slime.tools.forensics.onset import Onset, Trait, find_onsets, read_traits
 from benchmarks.common import console
 from benchmarks.leaky_agents import PROMPTS, SHOWN, STARTS, Demonstrations
 

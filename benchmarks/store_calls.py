@@ -35,8 +35,7 @@ def main() -> int:
 
 
 async def measure(own: bool, rollouts: int) -> dict[str, float]:
-    from agl_slime.store.bridge import BridgeStore
-    from agl_slime.store.retention import Retention
+    from agl_slime.store.bridge import BridgeStore, Retention
     from agl_slime.support.agl import InMemoryLightningStore, Span
     from agl_slime.tokens.span_codec import TurnEncoder
 

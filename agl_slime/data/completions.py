@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.store.client import follow_feed
 from agl_slime.store.feed import FeedPage, FeedPosition
-from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
 from agl_slime.support.threads import LoopThread, run_blocking, run_in_thread

@@ -20,7 +20,6 @@ from agl_slime.agent.session import RolloutSession, RolloutStopped
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ContextOverflowError, EngineProtocolError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
-from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.declared import explain_once
 from agl_slime.gateway.pending import PendingResponse, RecentResponses
@@ -28,7 +27,7 @@ from agl_slime.gateway.raw import RawTree
 from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.tree import Match, Node, Tree
+from agl_slime.gateway.tree import Match, Node, TimedAnswer, Tree, UntrainedTurns
 from agl_slime.support.agl_types import LLM
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.codec import TokenArray

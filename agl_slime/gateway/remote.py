@@ -19,11 +19,10 @@ from aiohttp import web
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, run_parameters
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.server import Address
+from agl_slime.gateway.server import Address, TokenGateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.store.bridge import FINISHED
-from agl_slime.store.follow import listen_for_ends
+from agl_slime.store.client import listen_for_ends
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM
 from agl_slime.support.http import json_response
 from agl_slime.support.memory import return_freed_memory

@@ -30,17 +30,17 @@ from agl_slime.gateway.attempt import MAX_REQUESTS, Attempt
 from agl_slime.gateway.bodies import Request
 from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.chat import ChatCompletions
-from agl_slime.gateway.completions import Completions
+from agl_slime.gateway.completions import Completions, Generate, Tokenize
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
 from agl_slime.gateway.pending import PendingResponse
 from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.vllm import Generate, Tokenize
+from agl_slime.store.recording import Recording
 from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body, whole_body
 from agl_slime.support.memory import return_freed_memory
-from agl_slime.support.net import http_url, public_host, same_secret
+from agl_slime.support.net import http_url, public_host, require_token, same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
 
 T = TypeVar("T")
@@ -78,6 +78,8 @@ _MAX_SILENCE_S = 15.0  # of a stream
 _STOP_S = 5.0
 _MAX_ENDED = 10_000
 _RETURN_MEMORY_EVERY_S = 30.0
+
+TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 
 
 def add_installed_protocols() -> None:
@@ -428,3 +430,39 @@ async def _off_loop(call: Call, result: CallResult, write: Callable[[CallResult]
     """Write a result, in a thread if it may have many log-probs."""
     few = result.output_tokens * (1 + call.top_log_probs) <= _INLINE_LOG_PROBS_MAX
     return write(result) if few else await run_in_thread(write, result)
+
+
+class TokenGateway(Gateway):
+    """A gateway that others than its runner use: one ``token`` opens all addresses, in ``/k/TOKEN`` or as API key. It
+    is optional on a loopback address. Raises ``ConfigError`` without one elsewhere."""
+
+    wrong_key = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
+
+    def __init__(
+        self, *, token: str | None, settings: GatewaySettings | None = None, access: EngineAccess | None = None
+    ) -> None:
+        super().__init__(settings, access=access)
+        require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
+        self._token = token
+
+    def _is_authorized(self, request: web.Request, address: Address) -> bool:
+        return not self._token or any(same_secret(key, self._token) for key in self._keys(request, address))
+
+    def _check_token(self, request: web.Request, address: Address) -> None:
+        if not self._is_authorized(request, address):
+            raise GatewayRequestError(self.wrong_key, status=401, code="invalid_api_key")
+
+    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **options: Any) -> Attempt:
+        """Begin an attempt whose spans go to ``store``."""
+        recording = Recording(rollout_id, attempt_id, store=store, forgets=True)
+        attempt = self._attempts[rollout_id, attempt_id] = Attempt(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            roles={LLM_RESOURCE: llm},
+            settings=self.settings,
+            access=self.access,
+            write=recording.add_instant,
+            flush=recording.write,
+            **options,
+        )
+        return attempt

@@ -6,11 +6,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.support.agl import LightningStore, LitAgent
 from agl_slime.support.ranges import check_ranges
 
 RunnerKind = Literal["inproc", "process", "ray", "controller"]
@@ -113,3 +114,33 @@ class RunnerPool(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+def make_runners(
+    plan: RunnerPlan | str,
+    *,
+    agent: LitAgent[Any] | None,
+    store: LightningStore,
+    on_finished: FinishedListener | None = None,
+) -> RunnerPool:
+    """The runners of a plan, not started yet. A controller's runners load their agent themselves.
+
+    ``on_finished`` is called for each rollout that a thread of this process has executed. Workers in other processes
+    report to the ``store``: a ``BridgeStore``, which is then served over HTTP, or a client of one.
+    """
+    plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
+    if plan.kind == "controller":
+        from agl_slime.runner.controller import ControllerPool
+
+        return ControllerPool(plan=plan, store=store)
+    if agent is None:
+        raise ConfigError(f"runners {plan}: there is no agent for them to run")
+    if plan.kind == "inproc":
+        from agl_slime.runner.thread import RunnerThread
+
+        return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
+    if plan.kind == "process":
+        from agl_slime.runner.processes import ProcessPool as Pool
+    else:
+        from agl_slime.runner.ray import RayPool as Pool
+    return Pool(plan=plan, agent=agent, store=store)

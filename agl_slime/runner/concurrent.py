@@ -19,7 +19,7 @@ from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.process import freeze_gc
 from agl_slime.runner.tracer import ContextTracer
-from agl_slime.store.follow import listen_for_ends
+from agl_slime.store.client import listen_for_ends
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 from agl_slime.support.net import bypass_proxies, public_host

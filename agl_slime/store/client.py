@@ -8,17 +8,19 @@ within ten milliseconds of the last request's start, form the next one. Each cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import aiohttp
 import orjson
 
-from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.errors import AglSlimeError, ConfigError, DataSourceError
+from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
 from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMBERED
-from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
+from agl_slime.support.agl import Attempt, LightningStore, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
 from agl_slime.support.http import ask, is_transient
@@ -32,6 +34,8 @@ _REQUESTS_AT_ONCE = 2
 # A request costs the server several times as much as a call in it. The first one after a pause is sent at once.
 _BETWEEN_REQUESTS_S = 0.01
 _RESOURCES_TTL_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteStore(LightningStoreClient):
@@ -194,3 +198,64 @@ class WorkerStore(RemoteStore):
         failed = fetch.cancelled() or fetch.exception() is not None
         after_s = 0.0 if failed else _RESOURCES_TTL_S
         asyncio.get_running_loop().call_later(after_s, self._resources.pop, resources_id, None)
+
+
+async def follow_feed(
+    store: RemoteStore,
+    position: FeedPosition,
+    take: Callable[[FeedPage, Collection[str]], None],
+    catch_up: Callable[[FeedPage], Awaitable[Collection[str]]],
+    *,
+    only_cancelled: bool = False,
+    patience_s: float | None = None,
+) -> None:
+    """Call ``take`` with each page of a store's feed, without end, and move the position behind it. ``catch_up``
+    returns the rollouts that may have ended unseen, if a page has missed ends or comes from another server instance."""
+    async for page in store.follow_finished(position, only_cancelled=only_cancelled, patience_s=patience_s):
+        missed = await catch_up(page) if page["missed"] or position.restarted(page) else ()
+        take(page, missed)
+        position.move(page)
+
+
+def listen_for_ends(
+    store: LightningStore,
+    notify: Callable[[str], None],
+    *,
+    mine: Callable[[], Collection[str]],
+    only_cancelled: bool = False,
+) -> Callable[[], object]:
+    """Call ``notify(rollout_id)`` for each rollout that ends in the store from now on, or is cancelled there. Calls may
+    repeat, come on any thread, and concern other listeners' rollouts. The returned function unsubscribes.
+
+    ``mine`` returns this listener's rollouts, whose status is looked up after an interruption of a remote store's feed.
+    Does nothing for stores without notifications.
+    """
+    if isinstance(store, BridgeStore):
+
+        def ended(rollout: Rollout) -> None:
+            if rollout.status == "cancelled" or not only_cancelled:
+                notify(rollout.rollout_id)
+
+        return store.subscribe_finished(ended)
+    if not isinstance(store, RemoteStore):
+        return lambda: None
+
+    def take(page: FeedPage, missed: Collection[str]) -> None:
+        for rollout_id in {*page["rollout_ids"], *missed}:
+            notify(rollout_id)
+
+    async def catch_up(page: FeedPage) -> Collection[str]:
+        ids = {*mine()}
+        statuses = await store.statuses(ids) if ids else {}
+        if only_cancelled:
+            return {name for name, status in statuses.items() if status == "cancelled"}
+        return ids - {name for name, status in statuses.items() if status not in FINISHED}
+
+    async def follow() -> None:
+        try:
+            await follow_feed(store, FeedPosition(), take, catch_up, only_cancelled=only_cancelled)
+        except (AglSlimeError, aiohttp.ClientError) as error:
+            kind = "cancellations" if only_cancelled else "ends of rollouts"
+            logger.warning("The store's %s are no longer followed: %s", kind, error)
+
+    return asyncio.ensure_future(follow()).cancel

@@ -28,10 +28,10 @@ from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import EngineServerError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.tree import TimedAnswer, UntrainedTurns
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns

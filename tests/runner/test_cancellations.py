@@ -180,7 +180,7 @@ async def test_a_stock_server_or_client_without_cancellations_works_as_usual(cap
     arguments = PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread")
     server = LightningStoreServer(store, launcher_args=arguments)
     await server.start()
-    caplog.set_level("INFO", logger="agl_slime.store.follow")
+    caplog.set_level("INFO", logger="agl_slime.store.client")
     try:
         for client in (LightningStoreClient, RemoteStore):
             async with running(WaitingAgent(released=True), client(server.endpoint)):

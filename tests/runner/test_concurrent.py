@@ -17,8 +17,7 @@ from opentelemetry import trace as otel
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
-from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.make import make_runners
+from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward

@@ -21,9 +21,8 @@ import pytest
 from agl_slime.agent.loading import load_agent
 from agl_slime.data.read import failure_of
 from agl_slime.errors import ConfigError, LoopError
-from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.make import make_runners
 from agl_slime.runner.processes import READY, ProcessPool, process_main
 from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import BridgeStore
@@ -237,7 +236,7 @@ def test_an_agent_that_cannot_travel_is_one_sentence() -> None:
 _SCRIPT = """
 import sys
 from agl_slime.support.agl import LitAgent
-from agl_slime.runner.make import make_runners
+from agl_slime.runner.base import make_runners
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 
 class Agent(LitAgent):

@@ -9,8 +9,7 @@ import pytest
 
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.processes import ProcessPool
-from agl_slime.store.bridge import WORKER_DIED, BridgeStore
-from agl_slime.store.retention import Retention
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
 from agl_slime.support.agl import LLM, LitAgent, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 

@@ -16,7 +16,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerSettings
-from agl_slime.store.retention import Retention
+from agl_slime.store.bridge import Retention
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.forks import ForkReason, contains
-from agl_slime.tokens.retokenize import Retokenizer
 from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.spans import Retokenizer
 from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.tokens.turn import Turn
 from tests.harness.conversations import linked

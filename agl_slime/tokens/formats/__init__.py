@@ -33,8 +33,8 @@ from agl_slime.tokens.formats.tagged import (
     MiniMaxParser,
     QwenXmlParser,
     SeedParser,
+    types_of,
 )
-from agl_slime.tokens.formats.untyped import types_of
 from agl_slime.tokens.tokenizer import ChatTokenizer, HashedArguments, render_chat
 
 __all__ = [

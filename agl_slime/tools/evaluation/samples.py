@@ -18,8 +18,7 @@ from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import LoopError
 from agl_slime.report.files import IterationFile, iter_jsonl
-from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.make import make_runners
+from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LitAgent, Rollout
 from agl_slime.support.threads import run_in_thread

@@ -14,8 +14,8 @@ from typing import Any
 
 from agl_slime.engine.client.transport import checked_url
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.server import TOKEN_VARIABLE
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.http import stop_signal

@@ -29,9 +29,8 @@ from aiohttp import web
 from agl_slime.agent.access import EngineAccess
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.server import Address, served_paths
+from agl_slime.gateway.server import Address, TokenGateway, served_paths
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
 from agl_slime.support.net import same_secret

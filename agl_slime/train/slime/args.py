@@ -90,7 +90,7 @@ class PluginSettings(BaseModel):
     gateway_public_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
     """URL at which agents reach ``gateway_port``, and a controller the port of its API."""
     tasks: Path | None = None
-    """A file of tasks (``agl_slime.loop.task_files``); else ``prompt_data``, else the agent's ``make_task``."""
+    """A file of tasks (``agl_slime.loop.tasks``); else ``prompt_data``, else the agent's ``make_task``."""
     prompt_data: PromptData | None = None
     """slime's ``--prompt-data`` with its keys."""
     eval_tasks: Path | None = None

@@ -21,8 +21,7 @@ from agl_slime.data.teacher import Teacher, Teachers
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
 from agl_slime.loop.tasks import TaskCursor, ValidationTasks, as_task_source, ordered_tasks, read_tasks
-from agl_slime.runner.base import RunnerPool
-from agl_slime.runner.make import make_runners
+from agl_slime.runner.base import RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout

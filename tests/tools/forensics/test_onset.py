@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from agl_slime.cli.main import main
 from agl_slime.report.files import IterationFile
-from agl_slime.tools.forensics.onset import Onset, find_onsets
-from agl_slime.tools.forensics.traits import RolloutTraits, Trait, read_traits
+from agl_slime.tools.forensics.onset import Onset, RolloutTraits, Trait, find_onsets, read_traits
 from tests.harness.examples import examples
 from tests.tools.forensics.behaviours import PLANTED, a_run, call
 

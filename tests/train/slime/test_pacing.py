@@ -14,7 +14,7 @@ from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.threads import run_blocking
-from agl_slime.train.slime.staleness import StalenessController
+from agl_slime.train.slime.producer import StalenessController
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.slime_source import AGENT, args_for, check, names
