@@ -18,7 +18,7 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.tools.rehearse.megatron.__main__ import prepare
-from agl_slime.tools.rehearse.megatron.flags import train_flags
+from agl_slime.tools.rehearse.megatron.flags import model_flags, train_flags
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.routers import sglang_router
 from tests.harness.slime_programs import report
@@ -43,7 +43,7 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
         slimes |= {"save": directory / "checkpoint", "save-interval": steps}
         slimes |= {"load": loaded[0]} if loaded else {}
         ours = ["train", *as_flags(flags), "--overwrite", "--"]
-        code = command_line([*ours, *train_flags(model, dump), *as_flags(slimes)])
+        code = command_line([*ours, *model_flags(model), *train_flags(model, dump), *as_flags(slimes)])
         lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
         run = RunReader(directory / "run")
         page, dumped = run.update() or {}, RunReader(dump, SlimeRuns(model)).update() or {}

@@ -76,16 +76,13 @@ class Case:
     world: int = 1
     steps: tuple[int, ...] = (0,)
     saved: Path | None = None
+    model: Path | None = None
+    architecture: list[str] | None = None
+    """Megatron's options of ``model``, which is pushed before the first step, too."""
 
 
 def main(directory: Path) -> None:
-    prepare()
-    import slime.ray.rollout
-    import slime.ray.train_actor as base
-
-    import_module("agl_slime.tools.rehearse.megatron.actor")  # before the forks
-    base.get_local_gpu_id = lambda: 0
-    slime.ray.rollout.ray.put = slime.ray.rollout.ray.get = lambda value, **_: value
+    begin()
     for seed, name in enumerate(("policy", "reference", "teacher")):
         make_model(seed=seed).save_pretrained(shutil.copytree(LOOKUP_POLICY, directory / name))
     cases = [Case(name=name, flags=flags) for name, flags in LOSSES.items()]
@@ -97,6 +94,17 @@ def main(directory: Path) -> None:
         layout = {"flags": LAYOUTS.get(name, ""), "world": 1 + (name in LAYOUTS)}
         cases.append(Case(name=f"{name}_later", steps=(1,), saved=saved, **layout))
     report({case.name: run(directory, case) for case in cases})
+
+
+def begin() -> None:
+    """Prepare this process, whose children are the ranks."""
+    prepare()
+    import slime.ray.rollout
+    import slime.ray.train_actor as base
+
+    import_module("agl_slime.tools.rehearse.megatron.actor")  # before the forks
+    base.get_local_gpu_id = lambda: 0
+    slime.ray.rollout.ray.put = slime.ray.rollout.ray.get = lambda value, **_: value
 
 
 def run(directory: Path, case: Case) -> dict[str, float]:
@@ -141,6 +149,8 @@ def train(directory: Path, case: Case, rank: int, port: int) -> None:
     kl = args.kl_coef != 0 or args.use_kl_loss
     first = actor.init(args, "actor", with_ref=kl, with_opd_teacher=args.use_opd)
     assert case.steps[0] in (0, first)
+    if case.model is not None:
+        actor.weight_updater.update_weights()
     for step in case.steps:
         if rank == 0:
             save_debug_rollout_data(args.save_debug_rollout_data, samples, rollout_id=step, evaluation=False)
@@ -161,12 +171,14 @@ def args_of(directory: Path, case: Case) -> Any:
     settings.write_text("agl_agent: agl_slime.cli.demo.agent:LookupAgent\n")
     sizes = {"num-rollout": 2, "rollout-batch-size": GROUPS, "n-samples-per-prompt": SIZE}
     sizes |= {"global-batch-size": GROUPS * SIZE, "actor-num-gpus-per-node": case.world, "rollout-num-gpus": 1}
-    reference = directory / ("reference" if "kl" in case.flags else "policy")
+    policy = case.model or directory / "policy"
+    reference = directory / "reference" if "kl" in case.flags else policy
     sizes |= {"num-gpus-per-node": case.world, "ref-load": reference}
-    sizes |= {"load": directory / "policy", "save-interval": 1, "save": work}
+    sizes |= {"load": policy, "save-interval": 1, "save": work}
     if case.saved is not None:
         sizes |= dict.fromkeys(("load", "save"), case.saved)
-    flags = [*run_flags(directory / "policy", settings, work), *as_flags(sizes), "--debug-train-only"]
+    flags = run_flags(policy, settings, work, architecture=case.architecture)
+    flags += [*as_flags(sizes), "--debug-train-only"]
     sys.argv = ["train.py", *flags, *case.flags.replace(TEACHER, str(directory / "teacher")).split()]
     args = parse_args()
     if case.name not in TURNS:

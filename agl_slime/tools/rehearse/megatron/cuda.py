@@ -119,9 +119,17 @@ def _make_on_cpu(torch: Any) -> None:
 
 
 def _reduce_by_gloo(dist: Any) -> None:
-    """gloo has neither an average nor devices of a barrier."""
-    barrier = dist.barrier
+    """gloo has neither an average nor devices of a barrier; Megatron turns split sizes on a GPU into lists."""
+    barrier, exchange = dist.barrier, dist.all_to_all_single
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group=group, async_op=async_op)
+
+    def exchanged(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **named: Any):
+        sizes = (
+            list(map(int, split)) if split is not None else None for split in (output_split_sizes, input_split_sizes)
+        )
+        return exchange(output, input, *sizes, **named)
+
+    dist.all_to_all_single = exchanged
 
     def averaging(original: Any) -> Any:
         @functools.wraps(original)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -33,11 +33,12 @@ def train_flags(model: Path, directory: Path) -> list[str]:
     flags |= {"attention-dropout": 0, "hidden-dropout": 0, "make-vocab-size-divisible-by": 1}
     flags |= {"update-weight-mode": "full", "update-weight-transport": "disk"}
     flags |= {"update-weight-disk-dir": directory / "weights", "dump-details": directory}
-    return [*model_flags(model), *as_flags(flags)]
+    return as_flags(flags)
 
 
-def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
-    """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``."""
+def run_flags(model: Path, settings: Path, directory: Path, *, architecture: Sequence[str] | None = None) -> list[str]:
+    """A run of 8 steps of 8 x 4 rollouts by this package's hooks, whose dumps are in ``directory``. ``architecture``:
+    Megatron's options of the model, if it is not dense."""
     from agl_slime.cli.slime import HOOK_FLAGS, NORMALIZE_FLAGS  # imports slime
 
     flags: dict[str, object] = {"hf-checkpoint": model, "custom-config-path": settings}
@@ -45,4 +46,5 @@ def run_flags(model: Path, settings: Path, directory: Path) -> list[str]:
     flags |= {"rollout-max-response-len": 48, "rollout-temperature": 1}
     flags |= {"override-opt_param-scheduler": ""}  # for a resume with more steps
     flags |= dict.fromkeys(("actor-num-nodes", "actor-num-gpus-per-node", "num-gpus-per-node"), 1)
-    return [*train_flags(model, directory), *HOOK_FLAGS, *NORMALIZE_FLAGS, *as_flags(flags)]
+    architecture = model_flags(model) if architecture is None else architecture
+    return [*architecture, *train_flags(model, directory), *HOOK_FLAGS, *NORMALIZE_FLAGS, *as_flags(flags)]

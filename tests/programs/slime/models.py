@@ -1,0 +1,75 @@
+"""A step of slime's own Megatron actors for models of slime's launch scripts, at small sizes: weights are pushed before
+it and after it.
+
+    python -m tests.programs.slime.models DIRECTORY NAME...
+
+Each name is a key of ``MODELS``: a model of ``scripts/models`` on parallel ranks. What slime logs is the result.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.tools.rehearse.megatron.flags import as_flags
+from agl_slime.tools.rehearse.megatron.small import save_model, shrink
+from tests.harness.slime_programs import report, slime_dir
+from tests.harness.trainer_policy import VOCABULARY
+from tests.programs.slime.steps import Case, begin, run
+
+TP, PP, EP = (f"--{part}-model-parallel-size 2" for part in ("tensor", "pipeline", "expert"))
+FIT = "--make-vocab-size-divisible-by 64"
+ALL = f"{TP} {PP} --sequence-parallel {EP} --expert-tensor-parallel-size 1 {FIT}"
+MODELS: dict[str, tuple[str, str, int]] = {
+    "Qwen2.5": ("qwen2.5-3B", f"{TP} {PP} {FIT}", 4),
+    "Qwen3": ("qwen3-4B", f"{TP} --sequence-parallel {FIT} --context-parallel-size 2", 4),
+    "Qwen3_MoE": ("qwen3-30B-A3B", EP, 2),
+    "Qwen3_MoE_on_4_ranks": ("qwen3-30B-A3B", ALL, 4),
+    "Llama_3.1": ("llama3.1-8B-Instruct", "", 1),
+    "Llama_3.1_on_4_ranks": ("llama3.1-8B-Instruct", f"{TP} {PP}", 4),
+    "GLM_4": ("glm4-9B", f"{TP} {PP}", 4),
+    "GLM_4.5_Air": ("glm4.5-106B-A12B", EP, 2),
+    "GLM_4.5": ("glm4.5-355B-A32B", f"{ALL} --decoder-last-pipeline-num-layers 15", 4),
+    "GLM_4.7_Flash": ("glm4.7-30B-A3B", EP, 2),
+    "DeepSeek_V3": ("deepseek-v3", f"{ALL} --decoder-last-pipeline-num-layers 6", 4),
+    "DeepSeek_V3_on_context": ("deepseek-v3", f"{EP} --context-parallel-size 2", 4),
+    "Kimi_K2": ("kimi-k2", EP, 2),
+    "Moonlight": ("moonlight", EP, 2),
+    "MiniMax_M2": ("minimax-m2", EP, 2),
+    "Qwen3-Next": ("qwen3-next-80B-A3B", ALL, 4),
+    "Qwen3.5": ("qwen3.5-4B", f"{TP} {PP}", 4),
+    "Qwen3.5_MoE": ("qwen3.5-35B-A3B", EP, 2),
+}
+"""Scripts of slime, layouts and GPUs."""
+
+
+def main(directory: Path, names: list[str]) -> None:
+    begin()
+    report({name: outcome(directory, name) for name in names})
+
+
+def outcome(directory: Path, name: str) -> Any:
+    """slime's log of the step, or the output of the ranks."""
+    try:
+        return run(directory, case_of(directory, name))
+    except SystemExit as end:
+        return str(end)
+
+
+def case_of(directory: Path, name: str) -> Case:
+    script, layout, gpus = MODELS[name]
+    program = 'source "$0"; printf "%s\\n" "${MODEL_ARGS[@]}"'
+    file = f"{slime_dir()}/scripts/models/{script}.sh"
+    words = subprocess.run(["bash", "-c", program, file], capture_output=True, text=True, check=True).stdout.split("\n")
+    flags = [*words[:-1], *layout.split()]
+    small = shrink(flags, gpus=gpus, tokens=VOCABULARY)
+    save_model(small.config, model := directory / f"{name}_before", tokenizer=LOOKUP_POLICY)
+    architecture = [*flags, *as_flags(small.options)]
+    return Case(name=name, flags="", world=small.ranks, model=model, architecture=architecture)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
