@@ -306,7 +306,7 @@ SHOWN: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (training, "local.", {}, {"grad_clip": 0.001, "clip": 0.001, "clip_high": 0.001, "n_minibatches": 2, "epochs": 2}),
     (training, "local.", {}, {"kl_coef": 0.5, "loss": "cispo", "aggregation": "rollout", "device": "cuda:99"}),
     (training, "local.", {}, {"rewards_normalization": False, "std_normalization": False}),
-    (training, "local.", {}, {"advantage": "functions.py:twice", "metric": "functions.py:count"}),
+    (training, "local.", {}, {"advantage": "functions.py:twice", "metric": "functions.py:count", "credit": "anchor"}),
     (training, "local.", {}, {"max_tokens_per_microbatch": 16, "gradient_checkpointing": True}),
     (training, "local.", {}, {"compute_dtype": "bfloat16", "old_log_probs": "recompute", "lora_rank": 2}),
     (training, "local.", LONG, {"max_response": 24, "overlong_buffer": 10}),

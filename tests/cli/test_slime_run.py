@@ -184,15 +184,22 @@ async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Pat
     assert NumbersAgent.sampling == [{"temperature": 0.8, "top_k": 9, "max_new_tokens": 7}] * BATCH * SIZE
 
 
-@pytest.mark.parametrize("by_group", [True, False])
+HOOKS = ("--custom-reward-post-process-path", "--custom-advantage-function-path")
+
+
+@pytest.mark.parametrize(
+    ("by_group", "estimator", "hooks"),
+    [(True, True, []), (False, True, ["--custom-reward-post-process-path"]), (True, False, [*HOOKS])],
+)
 async def test_rewards_are_left_to_a_slime_that_normalizes_by_group(
-    by_group: bool, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by_group: bool, estimator: bool, hooks: list[str], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for rewards of turns, which the advantage hook takes where the estimator is the default."""
     monkeypatch.setattr(slime, "normalizes_by_group", lambda: by_group)
     slime_flags: list[str] = []
     monkeypatch.setattr(slime, "parse_slime_args", lambda flags: (slime_flags.extend(flags), parse(flags))[1])
-    await run(config_for(engine, tmp_path, 1, numbered(3)))
-    assert ("--custom-reward-post-process-path" in slime_flags) is not by_group
+    await run(config_for(engine, tmp_path, 1, numbered(3)), *(["--advantage-estimator", "grpo"] if estimator else []))
+    assert [flag for flag in slime_flags if flag in HOOKS] == hooks
 
 
 async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(
