@@ -1,7 +1,5 @@
 """The client of an agent: the model's vocabulary and end tokens, and answers that an abort cuts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

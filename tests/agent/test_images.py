@@ -1,7 +1,5 @@
 """Images in prompts and from tools: one Sample holds them with the sampled tokens."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading an agent by name: every error is one sentence."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Agents of more than one turn by declaration: tools, limits, loss scales, and their traces in the Sample."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

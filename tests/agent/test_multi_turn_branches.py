@@ -1,8 +1,6 @@
 """A session records its prompts with its turns: the store never searches for a prefix, and branches keep the engine's
 ids."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -3,8 +3,6 @@
 On the embedded engine, and under the marker ``sglang`` on a real SGLang, where the prefix cache has to hit as well.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from pathlib import Path

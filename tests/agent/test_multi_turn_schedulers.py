@@ -1,8 +1,6 @@
 """Schedulers of agents of more than one turn: new rounds, continuations, how one is named on the command
 line, and reward functions in the form of ms-swift's ORMs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

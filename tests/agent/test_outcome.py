@@ -1,7 +1,5 @@
 """Loss scales choose the trained answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

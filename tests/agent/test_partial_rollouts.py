@@ -1,7 +1,5 @@
 """A checkpoint keeps rollouts in flight: a run that resumes from it samples none of their tokens a second time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Multi-turn schedulers as ms-swift documents them, and in the shapes that its examples have."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import subprocess

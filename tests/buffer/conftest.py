@@ -1,7 +1,5 @@
 """Sessions of the agent rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The agent rollout against a real buffer: what slime calls, from a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

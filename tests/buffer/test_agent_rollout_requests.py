@@ -1,7 +1,5 @@
 """The agent rollout's requests and log as documented, and answers that end its wait for a batch."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,6 @@
 """slime's own code as a client of our buffer, and its contract tests pointed at the agent rollout. Needs slime's source
 (``SLIME_DIR``)."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

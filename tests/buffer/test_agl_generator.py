@@ -1,7 +1,5 @@
 """The generator that runs an Agent Lightning agent, over a real buffer."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Generators against a real engine over HTTP (a scripted one) and a real buffer."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import subprocess

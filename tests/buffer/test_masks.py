@@ -1,8 +1,6 @@
 """Loss masks for text-only traces, ids of texts, and slime's ``MultiTurnLossMaskGenerator``: the same ids and masks for
 the same messages."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """``APIMultiTurnRollout`` against a chat-completions server on 127.0.0.1: a test per sentence of its documentation."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

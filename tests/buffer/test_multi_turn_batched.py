@@ -1,7 +1,5 @@
 """``MultiTurnRollout``: a test per sentence of its documentation; and code that was written for twinkle's rollouts."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

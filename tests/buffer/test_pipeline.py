@@ -1,7 +1,5 @@
 """The five stages on groups small enough to compute by hand, and with stages of somebody else's."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass

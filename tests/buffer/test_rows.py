@@ -1,7 +1,5 @@
 """Rows of a generator's input file: their instance ids, and the rewards of answers to math problems."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

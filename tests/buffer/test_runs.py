@@ -1,8 +1,6 @@
 """Runs of generators that the rollout buffer starts: how they end, their stages, and a buffer that is killed or starts
 again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

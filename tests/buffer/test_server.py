@@ -1,7 +1,5 @@
 """The rollout buffer over HTTP, as clients meet it: items and groups, requests that are refused, limits and tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Buffer and ledger under any order of writes, repetitions, late items, timeouts, reads, lost answers and restarts."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """The buffer's store without HTTP: groups, hand-outs, duplicates, restarts."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 from typing import Any

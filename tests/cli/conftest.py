@@ -1,7 +1,5 @@
 """Fixtures of tests that call the command line in their own process."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

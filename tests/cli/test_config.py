@@ -1,7 +1,5 @@
 """Settings of a run that cannot be used are one sentence that names the flag."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``--config FILE``: settings of a TOML file or a run's config.json, with the command line over them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,8 +1,6 @@
 """The command line's answer to flags and files that cannot be used: one sentence that names them, never a
 traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

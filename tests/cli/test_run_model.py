@@ -1,8 +1,6 @@
 """``RUN/model``: a trained run is a Hugging Face directory that other programs load and that answers as the engine did;
 it costs no second copy, and a kill leaves the old one or a way back to it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The model, the tasks and the directory that a run begins with, and that it has when it is resumed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ The tables have each field of the settings tree, with a value and the place wher
 as a run builds them; what each object does with the value, the tests of its room show.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io

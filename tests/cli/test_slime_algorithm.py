@@ -1,8 +1,6 @@
 """``SlimeAlgorithm`` as Agent Lightning's users write it: their Trainer, their runners and store; the local trainer in
 slime's place."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import random

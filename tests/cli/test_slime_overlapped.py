@@ -1,8 +1,6 @@
 """``--trainer slime --max-staleness N``: a stand-in takes slime's place, and takes its batches as slime's manager does,
 with our data source and rollout function over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

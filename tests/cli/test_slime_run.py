@@ -1,7 +1,5 @@
 """``--trainer slime`` without slime: a stand-in of its trainer counts its calls."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """slime as the trainer, as far as it can be tested without slime: its flags, and the loop's two functions over it."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Text from outside on a terminal: it has letters there and no effect."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os

@@ -1,7 +1,5 @@
 """Groups are finalized once, when their last member has ended, whatever the order of the reports."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``run_rollouts``: results as they end, a limit in flight, cancellation at any moment, a source that ends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

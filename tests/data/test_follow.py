@@ -1,8 +1,6 @@
 """Following a store's feed across saves and crashes: every end is taken once, in whatever order it is read and however
 often the feed lists it."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The ledger in memory and on disk: one end per rollout, and counts that add up after any crash."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Whatever is reported in whatever order, the ledger's counts add up and a rollout has one outcome; both for memory and
 for disk."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from pathlib import Path

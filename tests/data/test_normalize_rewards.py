@@ -1,7 +1,5 @@
 """Advantages within a group: one reward per rollout, whatever the number of its Samples."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

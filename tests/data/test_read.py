@@ -1,7 +1,5 @@
 """Reading an ended rollout: its turns, also of a failed one, and the times of its timeline."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

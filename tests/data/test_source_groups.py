@@ -1,7 +1,5 @@
 """``AGLDataSource`` over a real store: groups in any order, failures with their reason, deadlines and their absence."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Late, failing and uniform groups, and groups of foreign weights, in a data source over a real store."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,8 +1,6 @@
 """A data source that is killed and restarted at any moment, over a store that stays: no rollout is lost, none is
 trained twice, and none stays open. The test takes the steps of the source's thread, in any order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Coroutine, Generator
 from types import SimpleNamespace

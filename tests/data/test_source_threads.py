@@ -1,7 +1,5 @@
 """``AGLDataSource`` between threads and loops: its end, its polls, stores that break, and its settings."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """On-policy distillation: teachers score the tokens of rollouts, and the reverse KL to them trains the policy."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace

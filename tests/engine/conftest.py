@@ -1,7 +1,5 @@
 """A client of either engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import aiohttp

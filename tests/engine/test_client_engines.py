@@ -5,8 +5,6 @@ Greedy sampling makes answers comparable: the joined answer of an aborted genera
 model that really resumes from the partial ids.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

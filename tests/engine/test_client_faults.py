@@ -1,8 +1,6 @@
 """The client on an engine that misbehaves: one clear outcome each time, within its limits, with no token of an
 abandoned attempt in the answer."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace

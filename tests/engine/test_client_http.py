@@ -1,7 +1,5 @@
 """The client against a real HTTP server on this machine that answers as SGLang does."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

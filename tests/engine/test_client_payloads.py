@@ -1,7 +1,5 @@
 """SGLang's answers as typed objects, and the client's JSON, which equals the standard library's."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """However often and wherever the engine aborts, the joined generation is the one that was never aborted."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Every failure of the engine has one verdict."""
 
-from __future__ import annotations
-
 import email.utils
 import errno
 import json

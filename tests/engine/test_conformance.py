@@ -5,8 +5,6 @@ The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang 
 the tests run with ``-m sglang``. Everything goes over raw HTTP. Where the two differ on purpose, the test says so.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

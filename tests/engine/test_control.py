@@ -1,7 +1,5 @@
 """One suite, two servers (test_conformance.py): aborting, pausing, new weights, flushing."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine's thread without HTTP: updates, checks, failures and KV cache, which the conformance suite cannot see."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine's process: how it starts, how it fails, and that it never outlives the process that started it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

@@ -1,7 +1,5 @@
 """Bodies of /generate: accepted fields, refused ones and their messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling of rows with different parameters, against the definition computed row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any request to the embedded engine gets a typed answer, and the next ordinary one is answered."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

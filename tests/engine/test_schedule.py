@@ -1,8 +1,6 @@
 """Requests that come, end and are aborted at any time, in groups that begin alike, under a cache too small for all of
 them: each answer is the model's for that request alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import queue

@@ -1,7 +1,5 @@
 """Scores of given tokens by an engine: the embedded one, and a real SGLang under the marker ``sglang``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

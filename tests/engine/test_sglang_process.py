@@ -1,8 +1,6 @@
 """``--engine sglang``: a Python without SGLang is an error at once, and no server outlives its run. The servers here
 stand in for SGLang's start, death and workers; whole runs with the real one are marked ``sglang``."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

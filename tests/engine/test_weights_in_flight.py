@@ -6,8 +6,6 @@ the whole prefix. After ``in_place`` the KV cache of the prefix is the old weigh
 weights *on this cache*; the new weights alone give another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """New weights reach every worker, in the order that SGLang survives; a worker that fails is named and runs on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

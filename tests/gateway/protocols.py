@@ -1,7 +1,5 @@
 """Requests and answers in each of the gateway's protocols, and the packages of their vendors as clients."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

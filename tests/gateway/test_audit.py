@@ -7,8 +7,6 @@ Then many clients of a few rollouts at once, over all four protocols: streamed a
 again, refused. Each sampled token is trained at most once and is the engine's, nothing is a 500, no answer goes to two
 requests, and the attempt closes."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """OpenAI's chat completions through the gateway, by OpenAI's own client."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

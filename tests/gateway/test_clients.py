@@ -7,8 +7,6 @@ npm's are installed into a temporary directory, unless AGL_SLIME_NPM_CLIENTS nam
 tests/programs/clients/package.json is installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 """Completions: the engine is asked for the client's text in tokens, and the client receives the samples as text. vLLM's
 addresses and fields for token ids, for clients that render prompts themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

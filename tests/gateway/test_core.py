@@ -1,8 +1,6 @@
 """Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, the engine stops sampling
 for clients that are gone, and tokens that a client has received are trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

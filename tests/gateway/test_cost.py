@@ -1,8 +1,6 @@
 """A call costs its new messages, a conversation keeps one copy of its tokens, and long prompts or bodies stall no other
 rollout: they are read off the event loop of the gateway."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

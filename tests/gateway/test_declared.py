@@ -2,8 +2,6 @@
 come back as the vendor's package reads them; tools that a server runs are left out and counted, all others refused.
 Custom tools, and the only tools to be called."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents behind the gateway against running engines: the embedded one and, under ``-m sglang``, a real SGLang."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,8 +1,6 @@
 """Mistakes of clients, and of engines: one sentence each, with the status that makes a client do the right thing, and
 no loss elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import gzip

@@ -2,8 +2,6 @@
 docs/any-agent.md as ignored, or refused by name, before anything is sampled and in the form of the protocol. Whatever a
 field holds, the answer is a served one or a typed error."""
 
-from __future__ import annotations
-
 import json
 import re
 import typing

@@ -1,8 +1,6 @@
 """Histories that requests continue: by the id of a response, of its items or of a conversation, from a summary, as
 messages in parts, with tools that a server ran, with arguments that JSON cannot represent."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Images through the gateway: in the engine's requests, in spans and Samples, and the images that are refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

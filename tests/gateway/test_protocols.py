@@ -1,7 +1,5 @@
 """Responses and messages: one core behind other words. Answers are checked by the types of the clients' packages."""
 
-from __future__ import annotations
-
 import time
 from datetime import datetime
 from typing import Any

@@ -1,8 +1,6 @@
 """The part that a request shares with an earlier request is not read again; the call, and the record of it, are the
 same as if everything were read."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

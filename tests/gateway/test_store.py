@@ -1,7 +1,5 @@
 """The gateway beside a store, for agents that other runners execute, and under Agent Lightning's own Trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

@@ -1,8 +1,6 @@
 """Requests as harnesses send them to models whose chat template takes one system message, raises an error, or writes
 thinking from a field alone: long sessions are one Sample, and their prompts are the template's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,8 +1,6 @@
 """Calls of tools in every format, for clients of each protocol, whole and streamed; and the text that sampled tokens
 are to a client: no marks of calls, no end mark, no halves of characters."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Arguments of the agent rollout, a generator for it, and servers in place of the buffer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Chat templates of the shapes that current models have: each treats a growing conversation in another way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.harness.model_templates import Ways, template_of

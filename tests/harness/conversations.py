@@ -1,7 +1,5 @@
 """Answers of an engine, for tests that drive a conversation by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

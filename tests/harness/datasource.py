@@ -1,7 +1,5 @@
 """Settings of a data source that polls often, and a listener of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

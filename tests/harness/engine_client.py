@@ -1,7 +1,5 @@
 """A client of an engine over raw HTTP, and the reference log-probs of transformers for the same checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """Engines for tests: the embedded one in a thread, and a real SGLang on the CPU, started with
 ``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Programs that run with the Python that has verifiers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

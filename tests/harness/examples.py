@@ -1,8 +1,6 @@
 """The number of examples of a property: few and fixed in the default run; with ``pytest --hypothesis-profile full``, as
 in ``.ci/nightly``, all, and random."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

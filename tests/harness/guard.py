@@ -4,8 +4,6 @@ ends, when this process gets SIGTERM, and when the process of the test is gone, 
     python tests/harness/guard.py PARENT COMMAND …
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

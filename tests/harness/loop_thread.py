@@ -1,7 +1,5 @@
 """Servers on an event loop in another thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager

@@ -1,7 +1,5 @@
 """slime's Megatron actors on this CPU, by the command that users have."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Chat templates that treat a history as current models' templates do, composed of their differences; all write
 ChatML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts with random weights, with the demo policy's tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from agl_slime.cli.demo import LOOKUP_POLICY

@@ -1,7 +1,5 @@
 """Packages with entry points, as pip installs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -11,8 +11,6 @@ With pytest-cov, which ``run`` needs too, the first command writes down in ``.co
 For a line that only imports execute, the tests of its room run. A test that fails without any fault catches nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Processes that tests start, signal and watch."""
 
-from __future__ import annotations
-
 import psutil
 
 

@@ -1,7 +1,5 @@
 """Directories of runs as the package writes them, made without a model."""
 
-from __future__ import annotations
-
 import base64
 import random
 from collections.abc import Sequence

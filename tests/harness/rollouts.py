@@ -1,7 +1,5 @@
 """Rollouts of an agent through a real runner and store."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turns, their spans, and the trained tokens of Samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Files as slime's --dump-details writes them (624b824)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

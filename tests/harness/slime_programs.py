@@ -3,8 +3,6 @@
 A program in ``tests/programs/slime/`` prints its result as one JSON line.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """``AGLDataSource`` over the contract agent, as slime's manager builds it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -3,8 +3,6 @@
 python -m tests.harness.sources slime        # prints the directory; exit code 1 and a sentence where there is none
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tarfile

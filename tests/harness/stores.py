@@ -1,7 +1,5 @@
 """Rollouts in a store, written as a runner writes them; the test decides when and how each ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Formats of tool calls, each in a small chat template."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

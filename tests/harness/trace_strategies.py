@@ -1,7 +1,5 @@
 """Random conversations as token ids: every relation of an agent's next prompt to its earlier turns."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

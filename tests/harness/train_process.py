@@ -1,7 +1,5 @@
 """``python train.py`` in a separate process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A trainer of the tiny policy, its weights and the gradients of its steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Training runs of the command line inside the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,8 +1,6 @@
 """A tokenizer with a real image processor, a small LLaVA-NeXT: an image's number of tokens depends on its size. And the
 prompts with images as a server with the same processor expands them."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import io

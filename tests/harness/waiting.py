@@ -1,7 +1,5 @@
 """Waiting for conditions without an event: of other processes and of threads with their own event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A recipe of ``examples/slime`` run as it stands, without GPUs, Ray cluster, Slurm or Kubernetes: programs of their
 names come first on the path and pass the command on."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

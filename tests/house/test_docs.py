@@ -1,7 +1,5 @@
 """README and guides can be followed: links lead somewhere, and commands have flags that exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """``examples/sql``: queries that attack the database change nothing and end; a reward for the right result only."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import sys

@@ -1,8 +1,6 @@
 """Commands of README and guides run in a directory like a clone, with tiny settings added at the end; a command that
 cannot run on a laptop without network is listed with the reason."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The house's rules that docs/architecture.md promises to somebody who looks for a line of code."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

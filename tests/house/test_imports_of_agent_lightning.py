@@ -1,7 +1,5 @@
 """An import of Agent Lightning through this package leaves litellm out, and all of Agent Lightning works."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Hosts in namespaces end with the process that made them; tests with the marker ``hosts`` use what else they do."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

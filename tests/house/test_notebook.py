@@ -1,7 +1,5 @@
 """The notebook runs from its first cell to its last, as Jupyter would run it: with a loop that is running already."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Comments, docstrings and names of the package and of its tests are plain English, within budgets."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,8 +1,6 @@
 """The recipes of ``examples/slime``: shells and YAML can read them, the page names each, and the agent in containers
 works with any program that is called like docker."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Settings and flags: each is written once, and there are no more of them than the budget, which only falls."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

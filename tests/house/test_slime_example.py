@@ -1,8 +1,6 @@
 """The launch scripts in slime's style: each flag is known to slime's parser, or
 to Megatron's, as slime's scripts show."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

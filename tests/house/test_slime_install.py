@@ -1,8 +1,6 @@
 """Installation beside SGLang's and slime's packages: the shipped lists and the script. The dry run itself, which asks a
 package index, is a step of .ci/nightly."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

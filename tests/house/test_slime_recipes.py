@@ -1,8 +1,6 @@
 """Recipes of ``examples/slime`` as they stand, on a CPU: slime's script, Ray, manager, Megatron actors and updates of
 weights are real."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

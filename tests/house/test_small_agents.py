@@ -1,7 +1,5 @@
 """Tasks of SmolLM2's size: a seed gives the same tasks, the right answer is worth 1, shortcuts of a policy less."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

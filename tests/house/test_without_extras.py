@@ -1,7 +1,5 @@
 """Imports load only the needed parts: the package without its extras, the smoke test without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

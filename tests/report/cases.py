@@ -1,7 +1,5 @@
 """Metrics and a recorder of events, for the tests of this room."""
 
-from __future__ import annotations
-
 import math
 
 from agl_slime.events import MetricValue

@@ -1,7 +1,5 @@
 """A run with one fault raises the alarm of that fault and no other; a run that learns raises none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Damaged run directories: every command ends soon, with a page or with a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The fan-out: order, isolation of a failing reporter, bounded memory, and an end that does not hang."""
 
-from __future__ import annotations
-
 import threading
 
 from agl_slime.events import Event, IterationFinished, PhaseStarted, RolloutFinished, RunFinished, Warning

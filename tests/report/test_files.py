@@ -1,7 +1,5 @@
 """TensorBoard files and the closing summary, written by the standard reporters of a run directory."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

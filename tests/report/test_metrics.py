@@ -1,7 +1,5 @@
 """metrics.jsonl after a kill, a NaN and a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

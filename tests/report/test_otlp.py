@@ -1,7 +1,5 @@
 """Spans of rollouts, from a whole loop to a receiver that speaks OTLP over HTTP."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import threading

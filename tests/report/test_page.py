@@ -1,7 +1,5 @@
 """The page of a run's directory, whole or damaged; a model's texts stay data."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The run's report in a real browser: by clicks, by keys, live, with hostile texts, and with a large run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

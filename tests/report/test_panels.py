@@ -1,7 +1,5 @@
 """Which metrics the trend page draws in one panel, by the page's own code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

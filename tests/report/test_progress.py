@@ -1,7 +1,5 @@
 """Progress: the exact plain lines, the live view under a pseudo-terminal, and constant memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """The page of a real run, the first command's, followed from its begin to its end."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

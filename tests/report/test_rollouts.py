@@ -1,7 +1,5 @@
 """The record of a run's rollouts: samples, outcomes, and each figure at its token."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The run directory: refusals, settings and files."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Figures of the closing summary: overlap, validations, agents behind the gateway, outcomes and trained tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights & Biases and MLflow, each by its own library and without a network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The served page over real HTTP: access, and the messages of a follower."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

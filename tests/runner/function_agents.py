@@ -1,7 +1,5 @@
 """The concurrent runner over a store, with agents that are one function."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """A runner that reaches its store over HTTP hears of cancellations there."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 """The runner against a real store: many rollouts at once, each span on its own rollout, every failure with its
 reason."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

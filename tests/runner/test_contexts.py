@@ -1,8 +1,6 @@
 """Spans find their rollout from wherever the agent's code runs: tasks, threads, executors, third-party
 instrumentation."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """kill -9 of runner processes at random moments of a real ``train.py``; then: was each group trained on exactly once,
 with its rollouts' tokens? All rollouts are kept, so that the audit has the tokens of each."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lag monitor of the concurrent runner: the code that is named when its event loop is blocked."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.machinery
 import itertools

@@ -1,7 +1,5 @@
 """Back-pressure, cancellation, draining and the sharing of a queue by concurrent runners."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

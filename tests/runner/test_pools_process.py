@@ -1,7 +1,5 @@
 """Runner processes: real ones, against a real store over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

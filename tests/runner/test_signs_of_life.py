@@ -1,7 +1,5 @@
 """Writes of a runner while an attempt runs: spans in few calls, and signs of life for the watchdog."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Writers of spans: batched calls over real HTTP, against the same calls in process, and recordings."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial

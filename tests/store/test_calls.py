@@ -1,7 +1,5 @@
 """Equal histories through ``BridgeStore`` and Agent Lightning's store: every later query has the same answer."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """Internals of Agent Lightning 0.3 that ``BridgeStore`` overrides: a version that changes one fails here, by name."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """A served store over real HTTP: its feed, the answers to foreign requests, and tasks that JSON cannot hold."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The retention of a ``BridgeStore``, its backpressure and watchdog, and dead runners."""
 
-from __future__ import annotations
-
 import logging
 import time
 

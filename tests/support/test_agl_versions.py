@@ -1,7 +1,5 @@
 """An environment with Agent Lightning 1.x, or none, where this package needs 0.3: one sentence, no traceback."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Child processes, and the Supervisor that starts ended ones again."""
 
-from __future__ import annotations
-
 import os
 import queue
 import sys

@@ -1,7 +1,5 @@
 """Files and directories that appear whole or not at all, also after a kill."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

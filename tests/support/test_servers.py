@@ -1,7 +1,5 @@
 """Refusals and time limits of every server of the package: engine, buffer, gateway, view, store."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import logging

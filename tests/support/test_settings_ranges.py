@@ -1,7 +1,5 @@
 """A setting out of its range is one sentence with its name and its value, in every room."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns and a reward as the spans of one attempt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from agl_slime.support.agl import Span, emit_reward

@@ -1,7 +1,5 @@
 """Rendered answers of each format are read back, with any texts in them and around them, whole and while sampled."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

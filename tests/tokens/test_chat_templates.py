@@ -1,8 +1,6 @@
 """Messages as templates accept them, typed errors with the template's reason, the cache of first prompts, and answers
 in parts: the fields that a template reads, its treatment of thinking and calls."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

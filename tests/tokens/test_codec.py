@@ -1,7 +1,5 @@
 """Packing of ids and log-probs: exact both ways, refusals, token buffers."""
 
-from __future__ import annotations
-
 import base64
 import json
 import mmap

@@ -1,7 +1,5 @@
 """The conversation in tokens: kept and added ids, forks and their reasons."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

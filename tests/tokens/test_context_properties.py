@@ -4,8 +4,6 @@ and an agent that edits, backtracks and truncates.
 Trained tokens are the engine's, forks are never silent, prompts are the template's.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Rollout and spans to Samples, with Agent Lightning's Span, Rollout, reward emitter and HTTP store."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Merging and forking of turns: on bare token ids, and on real vocabularies."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routed experts and nuclei between an engine's answer and a Sample, in spans and in files of the run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Rewards in every form that Agent Lightning writes and reads."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

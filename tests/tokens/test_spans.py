@@ -1,7 +1,5 @@
 """Model calls in spans of other writers, as token lists and text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to think, as clients send them, in the arguments of chat templates."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

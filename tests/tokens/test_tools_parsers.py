@@ -1,7 +1,5 @@
 """Tool calls as models write them; text that is no call stays text and is counted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

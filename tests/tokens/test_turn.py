@@ -1,7 +1,5 @@
 """A turn, its span attributes and the trajectory of turns: refusals, other readers, size."""
 
-from __future__ import annotations
-
 import json
 import struct
 import threading

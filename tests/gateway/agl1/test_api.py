@@ -1,8 +1,6 @@
 """Agent Lightning 1.0's API over our store and gateway: states, events, model calls, and refused requests. Odd JSON,
 and a great deal of it, is refused before it is queued, and without harm to listings."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The unmodified controller of Agent Lightning 1.x runs a store's rollouts: as a child process, or started by hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

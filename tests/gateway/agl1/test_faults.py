@@ -1,8 +1,6 @@
 """A whole loop whose controller and agents misbehave: each fault costs its rollout, which has one outcome, and nothing
 else."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

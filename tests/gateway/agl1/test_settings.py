@@ -1,7 +1,5 @@
 """Settings of --runners controller, accepted and refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

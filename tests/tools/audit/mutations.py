@@ -9,8 +9,6 @@ tokens of a cancelled straggler, which no metric counts; the ledger's numbers of
 its neighbours' says the same; the order of groups within one iteration.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """``agl-slime audit``: no finding in runs as they are, and a finding for every change to their files."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

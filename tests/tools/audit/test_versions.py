@@ -1,7 +1,5 @@
 """Weights and iterations at the start of a run, by its metrics alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``agl-slime doctor``: whether each dependency works here, and the fix where it does not."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import socket
 import sys

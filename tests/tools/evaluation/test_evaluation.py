@@ -1,7 +1,5 @@
 """``agl-slime eval``: samples are the agent's, the report follows from them, a kill costs only samples in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """``agl-slime eval --openai-url``: a model at an OpenAI-compatible address has the same agents, rewards and tasks."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """pass@k equals the share over every subset; intervals cover the mean as often as they say."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

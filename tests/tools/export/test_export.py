@@ -1,7 +1,5 @@
 """``agl-slime export`` writes the kept rollouts of a run, and TRL trains on the files."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Rollouts of an engine in this process with known weights, and their autopsy."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Sequence

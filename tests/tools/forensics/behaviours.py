@@ -1,7 +1,5 @@
 """Kept rollouts of made-up runs that learn, with or without a behaviour that begins in one iteration."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``agl-slime autopsy``: planted faults of a real (embedded) engine are named first, and a clean one has none."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """``agl-slime autopsy`` of slime's dumps: planted faults of a real (embedded) engine, and of a trainer, are named."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """slime's normalised rewards and advantages, beside formulas written out a Sample and a token at a time."""
 
-from __future__ import annotations
-
 from statistics import fmean, stdev
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``agl-slime autopsy`` of slime's dumps with images: faults of M-RoPE's positions in tiny vision models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The influences of rollouts on a step: inner products of gradients that add up to the step's."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Onsets of behaviours: planted behaviours are found near their start, and learning alone is none."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

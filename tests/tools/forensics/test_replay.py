@@ -1,7 +1,5 @@
 """``agl-slime replay``: a step from files is the recorded one, and with changes the step that would have been."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """``agl-slime replay`` on runs of the tiny policy: each step from files is the recorded one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

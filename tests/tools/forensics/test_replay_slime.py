@@ -1,8 +1,6 @@
 """``agl-slime replay`` of slime's dumps equals formulas that these tests write out, for the recorded step and for
 changed ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

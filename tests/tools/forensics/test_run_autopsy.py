@@ -1,7 +1,5 @@
 """``train.py --autopsy N``: a clean run raises no alarm, and a planted fault raises the one that names it."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from pathlib import Path

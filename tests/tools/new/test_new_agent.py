@@ -1,7 +1,5 @@
 """``agl-slime new`` and ``agl-slime demo-policy``: a newcomer's first agent works as it is written."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """No format of a recorded rollout changes a token, a log-prob or a mask."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

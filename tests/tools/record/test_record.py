@@ -1,7 +1,5 @@
 """The recorder: exact tokens, masks and rewards of any agent, on disk, for any trainer."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

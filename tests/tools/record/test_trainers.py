@@ -1,7 +1,5 @@
 """The recorder under unchanged code of trainers: they get the ids that the engine sampled."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """slime's runs in the report: files are read without trust, and absent figures are not shown."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

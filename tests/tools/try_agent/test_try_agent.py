@@ -1,7 +1,5 @@
 """``agl-slime try``: a task's rollout is shown message by message, with tools, reward and tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
