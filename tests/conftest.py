@@ -36,9 +36,9 @@ except ImportError:  # the environments of clients and of verifiers have no hypo
 _FILES = """
     cli/test_config train/slime/test_types support/test_backoff house/test_prose tokens/test_chat_templates
     tokens/test_tools_parsers tokens/test_codec tokens/test_forks tokens/test_converter data/test_ledger
-    data/test_policy data/test_ledger_properties loop/test_admission store/test_hooks
+    data/test_policy loop/test_admission store/test_hooks
     train/slime/test_source_release train/slime/test_hooks train/slime/test_driver buffer/test_store
-    train/local/test_batch train/local/test_loss report/test_files report/test_page agent/test_client
+    train/local/test_batch train/local/test_loss report/test_metrics report/test_page agent/test_client
     engine/test_embedded_engine runner/test_concurrent agent/test_multi_turn_agent gateway/test_chat
     gateway/test_protocols data/test_source_groups loop/test_interruptions loop/test_training
 """

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, sampling_of
-from agl_slime.agent.chat_session import ChatApi, open_chat_session
+from agl_slime.agent.chat_api import ChatApi
+from agl_slime.agent.chat_session import open_chat_session
 from agl_slime.agent.outcome import (
     LossScale,
     check_functions,

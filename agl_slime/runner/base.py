@@ -6,13 +6,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.support.agl import LightningStore, LitAgent
 from agl_slime.support.ranges import check_ranges
+
+if TYPE_CHECKING:  # seconds to import, which --help does not need
+    from agl_slime.support.agl import LightningStore, LitAgent
 
 RunnerKind = Literal["inproc", "process", "ray", "controller"]
 FinishedListener = Callable[[str], None]

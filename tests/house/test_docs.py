@@ -1,12 +1,16 @@
 """README and guides can be followed: links lead somewhere, and commands have flags that exist."""
 
+import ast
 import importlib
+import inspect
+import json
 import re
 import shlex
 import sys
 import unicodedata
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +23,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/archive").glob("*.md"))]
 RECIPES = sorted((ROOT / "examples").glob("*/README.md"))
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+pytest.importorskip("torch", reason='the notebook trains: pip install "agl-slime[local]"')
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 
 
 def anchors(page: Path) -> set[str]:
@@ -91,3 +99,19 @@ def test_the_site_is_built_with_its_warnings_as_errors() -> None:
     lines = (line.partition(" # ")[0] for line in (ROOT / ".ci/steps.sh").read_text().splitlines())
     builds = [line for line in lines if 'mkdocs" build' in line]
     assert [line for line in builds if "--strict" in line and not re.search(r"\s(-q|--quiet)\b", line)] == builds != []
+
+
+@pytest.mark.slow
+async def test_the_notebook_runs_and_the_reward_has_risen() -> None:
+    pytest.importorskip("matplotlib", reason="the notebook draws: pip install matplotlib").use("agg")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(json.loads(NOTEBOOK.read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []  # outputs depend on the machine
+            code = compile("".join(cell["source"]), f"cell {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            ended = eval(code, names)
+            if inspect.isawaitable(ended):
+                await ended
+    rewards = names["rewards"]
+    assert len(rewards) == 12
+    assert max(rewards[-4:]) > rewards[0] + 0.2

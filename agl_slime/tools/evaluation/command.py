@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.console import Console
 
-from agl_slime.agent.chat_session import DEFAULT_KEY, ChatApi, find_chat_api
+from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
 from agl_slime.cli.models import check_model, find_model
 from agl_slime.cli.options import flag, split_env_flags
 from agl_slime.cli.settings import TrainConfig, parse_command, train_config
