@@ -1,6 +1,10 @@
 """Names of the metrics that modules and reporters share; a run may add others. docs/report.md explains each."""
 
 REWARD_MEAN = "rollout/reward_mean"  # mean over the rollouts of the iteration, one reward per rollout
+REWARD_MEAN_UNIFORM = "rollout/reward_mean_uniform"  # of all tasks alike, where a sampler draws some more often
+NO_GRADIENT = (
+    "rollout/no_gradient"  # share of sampled tokens in groups without differing rewards, dropped ones included
+)
 REWARD_STD = "rollout/reward_std"
 REWARD_MIN = "rollout/reward_min"
 REWARD_MAX = "rollout/reward_max"

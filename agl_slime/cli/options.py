@@ -35,8 +35,8 @@ GROUPS: Mapping[str, tuple[str, str]] = {
         multi_turn_scheduler external_plugins""",
     ),
     "group": (
-        "Groups: rollouts of one prompt.",
-        "group.min_ratio group.max_retries group.timeout_s drop_zero_variance",
+        "Tasks and their groups of rollouts.",
+        "loop.task_sampling group.min_ratio group.max_retries group.timeout_s drop_zero_variance",
     ),
     "asynchronous": ("Asynchronous training.", "loop.max_staleness weight_pause eval_sglang_url"),
     "teacher": (

@@ -126,7 +126,8 @@ async def run_slime_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
         unread = await check_tools(inputs, Path(model_path), tokenizer, seed=config.loop.seed)
-        inputs = replace(inputs, tasks=_ordered(inputs.tasks, data))
+        if not config.loop.learnable:
+            inputs = replace(inputs, tasks=_ordered(inputs.tasks, data))
         # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None

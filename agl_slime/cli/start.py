@@ -37,7 +37,7 @@ from agl_slime.tokens.tokenizer import NO_TEMPLATE
 logger = logging.getLogger(__name__)
 
 # Settings that determine a run's rollouts and their order.
-_FIXED = ("agent", "seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks")
+_FIXED = ("agent", "seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks", "task_sampling")
 _FIRST_VERSION = "default"  # engines' name of the weights that they were started with
 
 

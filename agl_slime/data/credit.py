@@ -85,8 +85,8 @@ def token_advantages(
     of_tokens = [np.zeros(sample.response_length) for sample in samples]
     for part, reward in zip(parts, rewards, strict=True):
         for start, end in part.spans:
-            own = of_tokens[part.sample][start:end]
-            own[:] = reward if credit == "group" else own + reward
+            tokens = of_tokens[part.sample][start:end]
+            tokens[:] = reward if credit == "group" else tokens + reward
     return of_tokens
 
 
@@ -124,8 +124,8 @@ def _rewarded_parts(sample: Sample, i: int, key: str | None, penalty: float, cre
         reward = reward_value(sample, i, key=key) + penalty
         yield _Part(i, reward, [(0, sample.response_length)], normalization_key(sample))
     for name, (reward, spans) in of_turns.items() if credit != "anchor" else ():
-        own = reward + (penalty if credit == "group" else 0.0)
-        yield _Part(i, own, spans, normalization_key(sample, name, by_number=credit == "turn"))
+        reward += penalty if credit == "group" else 0.0
+        yield _Part(i, reward, spans, normalization_key(sample, name, by_number=credit == "turn"))
 
 
 def _anchored_parts(samples: Sequence[Sample], fit: Sequence[int], key: str | None) -> list[_Part]:
@@ -134,10 +134,10 @@ def _anchored_parts(samples: Sequence[Sample], fit: Sequence[int], key: str | No
     for i in fit:
         rollouts.setdefault(i if samples[i].rollout_id is None else ("rollout", samples[i].rollout_id), []).append(i)
     parts = []
-    for name, own in rollouts.items():
-        turns = [(i, start, end) for i in own for start, end in _runs(mask_of(samples[i]))]
-        first = {(i, spans[0][0]): reward for i in own for reward, spans in reward_spans(samples[i], i).values()}
-        rest = reward_value(samples[own[0]], own[0], key=key)
+    for name, numbers in rollouts.items():
+        turns = [(i, start, end) for i in numbers for start, end in _runs(mask_of(samples[i]))]
+        first = {(i, spans[0][0]): reward for i in numbers for reward, spans in reward_spans(samples[i], i).values()}
+        rest = reward_value(samples[numbers[0]], numbers[0], key=key)
         for number, (i, start, end) in reversed([*enumerate(turns)]):
             rest += first.get((i, start), 0.0)
             group = samples[i].group_index

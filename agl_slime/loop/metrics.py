@@ -38,6 +38,10 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
     }
     failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
+    if sampled:
+        teach = [group for group in groups if group.ready and not all_equal(group.rewards)]
+        used = sum(member.sampled_tokens for group in teach for member in group.members)
+        metrics[names.NO_GRADIENT] = 1 - used / sampled
     metrics |= {names.FAILED: failures.total(), **_prefixed(f"{names.FAILED}/", failures)}
     metrics |= _prefixed("gateway/", sum((_gateway_counts(member) for member in members), Counter()))
     if hung := abandoned_threads():  # rewards, tools and sync agents that outlived their rollouts

@@ -50,7 +50,7 @@ from agl_slime.metric_names import (
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, threaded
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread, run_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class OnlineRLLoop:
         store: The store of rollouts. A ``BridgeStore`` notifies at each completion; any other thread-safe
             one works, and an ``InMemoryLightningStore`` in Agent Lightning's wrapper, the loop's attribute ``store``.
         agent: Any ``LitAgent``; ``None`` when runners elsewhere execute the rollouts.
-        tasks: A sequence of dicts, a function ``(rng) -> dict``, or a ``TaskSource``.
+        tasks: A sequence of dicts, a function ``(rng) -> dict``, a ``TaskSource``, or a ``TaskSampler``.
         llm: Engine, model and sampling parameters; the agents' resource ``main_llm``.
         data_source: The ``GroupSource`` that the training function takes samples from, or an object with one as its
             attribute ``groups``, such as ``AGLDataSource``.
@@ -123,11 +123,11 @@ class OnlineRLLoop:
         self._agent = agent
         self._state = start or LoopState()
         self._reward_means = list(self._state.reward_means)
-        source = as_task_source(tasks, seed=self.settings.seed)
+        source = as_task_source(tasks, seed=self.settings.seed, learnable=self.settings.learnable)
         # ready groups count as finished: their tasks are not drawn again
         ready = [group.instance_id for group in self.data_source.ready_groups()]
         finished = [*self.data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
-        self.tasks = TaskCursor(source, finished=finished)
+        self.tasks = TaskCursor(source, finished=finished, sampling=self._state.sampling)
         self._train_fn = adapt_step_function(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else adapt_step_function(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
@@ -271,6 +271,7 @@ class OnlineRLLoop:
             if not self.settings.max_staleness:
                 iteration_s = time.monotonic() - began
             metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
+            metrics |= self.tasks.sampling_metrics()
             metrics[WEIGHTS_VERSION] = self._state.version
             self._state = replace(self._state, iteration=iteration)
             self._reward_means.append(metrics[REWARD_MEAN])
@@ -323,25 +324,26 @@ class OnlineRLLoop:
             return None
         return (await self.store.add_resources({**self._resources, LLM_RESOURCE: self._val_llm})).resources_id
 
-    def _current_state(self) -> LoopState:
+    async def _current_state(self) -> LoopState:
+        sampling = await run_user_code(self.tasks.sampling_state)  # what is admitted from here on is drawn again
         means, admitted = tuple(self._reward_means), self._schedule.admitted()
-        state = replace(self._state, reward_means=means, admitted=admitted)
+        state = replace(self._state, reward_means=means, admitted=admitted, sampling=sampling)
         if self._validations is None:
             return state
         return replace(state, validations=self._validations.count, val_first=self._validations.first)
 
     async def _save(self) -> None:
         if self._save_fn is not None:
-            state = self._current_state()
+            state = await self._current_state()
             await self._step("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
             self._saved = state.iteration
 
     async def _save_at_end(self) -> None:
         """Write a checkpoint of a run that ends early, unless its trainer is in the middle of a step."""
         self._schedule.stop()
-        state = self._current_state()
-        if self._save_fn is None or self._in_step or state.iteration == (self._saved or 0):
+        if self._save_fn is None or self._in_step or self._state.iteration == (self._saved or 0):
             return
+        state = await self._current_state()
         try:
             await call_function(partial(self._save_fn, state))
         except Exception as error:  # the run ends for another reason, which is reported

@@ -63,6 +63,7 @@ class Schedule:
         self._numbers: dict[str, int] = {}  # of groups in flight
         self._dropped: list[int] = []  # dropped groups that have not been replaced
         self._taken: dict[str, int] = {}  # ready groups of the current batch, with their admission steps
+        self._unlearned: list[GroupResult] = []  # groups of batches since the last ``advance``
         self._replaced: list[GroupResult] = []  # dropped groups that were replaced since the last batch
         self._any_succeeded = False
         self._changed = asyncio.Event()
@@ -123,6 +124,7 @@ class Schedule:
             self._data_source.reserve(None)  # in the order of draw, without a limit
         groups += self._replaced
         self._replaced = []
+        self._unlearned += groups
         self._any_succeeded = any(group.succeeded for group in self._ended.values())
         return groups
 
@@ -141,6 +143,9 @@ class Schedule:
     def advance(self) -> None:
         """Admit more groups after a training step: the new weights are in use, or the batch had no ready group."""
         self._admission.advance()
+        if self._tasks is not None:
+            self._tasks.learned(self._unlearned)
+        self._unlearned = []
         # an interrupted group for which no place was left, as dropped ones were drawn again before it, gets a new age
         self._restored = {}
         self._taken = {}

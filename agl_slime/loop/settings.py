@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from agl_slime.support.ranges import check_ranges
 
@@ -46,8 +46,16 @@ class LoopSettings:
     """Two runs with one seed are equal to the last bit, also when they are asynchronous, or killed and resumed: weights
     are updated when no rollout is in flight, batches are in the order of draw, and the embedded engine computes each
     answer as if it were alone (docs/deterministic.md)."""
+    task_sampling: Literal["uniform", "learnable"] = "uniform"
+    """Order of the tasks: uniform (shuffled epochs, or as they come), or learnable (by the probable variance of a
+    group's rewards; each task comes again within four draws per task)."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
+
+    @property
+    def learnable(self) -> int:
+        """Groups per policy update, if tasks are sampled by what they can still teach; else 0."""
+        return self.rollout_batch_size if self.task_sampling == "learnable" else 0
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -57,6 +65,7 @@ class LoopSettings:
             ("max_attempts eval_rollouts max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
+            ("task_sampling", ("uniform", "learnable").__contains__, "'uniform' or 'learnable'"),
             ("max_staleness", lambda value: value >= 0, "0 (synchronous) or more"),
             ("failure_patience_s", lambda value: value >= 0, "0 (none) or more seconds"),
             ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
@@ -69,7 +78,7 @@ class LoopState:
     version, ``validations`` the number of validations so far, ``reward_means`` has one entry per iteration.
     ``val_first`` are the rewards of the first validation by task (``metrics.reward_by_task``).
     ``admitted``: instances admitted and not yet trained on, each with the number of iterations finished at
-    admission."""
+    admission. ``sampling``: of a task sampler, ``TaskCursor.sampling_state``."""
 
     iteration: int = 0
     version: str = "0"
@@ -77,6 +86,7 @@ class LoopState:
     val_first: Mapping[str, float] = field(default_factory=dict)
     reward_means: tuple[float, ...] = ()
     admitted: Mapping[str, int] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,23 @@ import io
 import json
 import random
 import re
+import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, cycle, islice, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agl_slime.data.client import Task, TaskGroup
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.loop.sampling import LearnableTasks, SampledTasks, TaskSampler
+from agl_slime.metric_names import REWARD_MEAN_UNIFORM
 from agl_slime.support.files import read_whole
+
+if TYPE_CHECKING:  # Agent Lightning takes seconds to import
+    from agl_slime.data.results import GroupResult
 
 _LINE_END = re.compile("\r\n?|\n")
 _SLICED = re.compile(r"(.*)@\[(-?\d*):(-?\d*)\]", re.DOTALL)
@@ -30,7 +36,7 @@ class TaskSource(Protocol):
     def next_batch(self, n: int) -> list[Task]: ...
 
 
-Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
+Tasks = TaskSource | TaskSampler | Iterable[Task] | Callable[[random.Random], Task]
 
 
 class EndlessTasks:
@@ -67,10 +73,23 @@ class TaskCursor:
 
     ``finished`` are instances that were finished before a restart; each is skipped once per mention, so a resumed run
     first draws the tasks that were in flight when the process died. Groups have instance ids only with ``named``.
+    The tasks of ``SampledTasks`` depend on the run: ``sampling`` is the ``sampling_state`` from before the restart.
     """
 
-    def __init__(self, source: TaskSource, *, finished: Iterable[str] = (), named: bool = True) -> None:
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        finished: Iterable[str] = (),
+        named: bool = True,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         self._source = source
+        self._sampler = source.sampler if isinstance(source, SampledTasks) else None
+        self._lock = threading.Lock()
+        self._unlearned: deque[tuple[str, Task, list[float]]] = deque()
+        self._sampled: dict[str, Task] = {}  # of a sampler, by number, until their rewards are learned
+        self._unfinished: deque[tuple[str, Task]] = deque()  # of them, those from before the restart
         self._named = named
         self._finished = Counter(finished)
         self._repeated: deque[TaskGroup] = deque()
@@ -78,19 +97,64 @@ class TaskCursor:
         self.drawn = 0
         self.in_flight: dict[str, TaskGroup] = {}
         """Groups by id, from ``take`` to ``done``."""
+        if sampling and self._sampler is not None:
+            self._restore_sampling(sampling)
+            self._unfinished.extend(self._sampled.items())
 
     def take(self, n: int) -> list[TaskGroup]:
         """The next ``n`` groups, repeated ones first."""
         groups = [self._repeated.popleft() for _ in range(min(n, len(self._repeated)))]
-        while len(groups) < n:
-            groups += self._draw(n - len(groups))
+        with self._lock:
+            self._learn()
+            while len(groups) < n:
+                groups += self._draw(n - len(groups))
         self.in_flight.update((group.group_id, group) for group in groups)
         return groups
 
+    def learned(self, groups: Iterable[GroupResult]) -> None:
+        """Tell the sampler, if there is one, the rewards of finalized groups before the next draw."""
+        for group in groups if self._sampler is not None else ():
+            rewards = [member.reward for member in group.succeeded if member.reward is not None]
+            self._unlearned.append((group.instance_id or "", group.members[0].task, rewards))
+
+    def sampling_metrics(self) -> dict[str, float]:
+        mean = getattr(self._sampler, "uniform_mean", lambda: None)()
+        return {} if mean is None else {REWARD_MEAN_UNIFORM: mean}
+
+    def sampling_state(self) -> dict[str, Any]:
+        """The sampler's state for JSON; empty without one."""
+        if self._sampler is None:
+            return {}
+        with self._lock:
+            self._learn()
+            state = getattr(self._sampler, "state", lambda: None)()
+            return {"drawn": self.drawn, "tasks": {**self._sampled}, "sampler": state}
+
+    def _learn(self) -> None:
+        learned = [self._unlearned.popleft() for _ in range(len(self._unlearned))]
+        for number, task, rewards in sorted(learned, key=lambda group: int(group[0] or 0)):
+            assert self._sampler is not None
+            self._sampler.learned(task, rewards)
+            self._sampled.pop(number, None)
+
+    def _restore_sampling(self, state: Mapping[str, Any]) -> None:
+        self.drawn = state["drawn"]
+        self._sampled.update(sorted(state["tasks"].items(), key=lambda item: int(item[0])))
+        if state["sampler"] is not None and hasattr(self._sampler, "restore"):
+            self._sampler.restore(state["sampler"])  # type: ignore[union-attr]
+
+    def _numbered(self, n: int) -> list[tuple[str, Task]]:
+        if self._unfinished:
+            return [self._unfinished.popleft() for _ in range(min(n, len(self._unfinished)))]
+        tasks = [(str(number), task) for number, task in enumerate(self._next(n), self.drawn)]
+        self.drawn += len(tasks)
+        if self._sampler is not None and self._named:
+            self._sampled.update(tasks)
+        return tasks
+
     def _draw(self, n: int) -> list[TaskGroup]:
         groups = []
-        for task in self._next(n):
-            number, self.drawn = str(self.drawn), self.drawn + 1
+        for number, task in self._numbered(n):
             if self._finished[number]:
                 self._finished[number] -= 1
             else:
@@ -135,7 +199,8 @@ class TaskCursor:
         """The position, the groups in flight and the tasks to repeat, for JSON."""
         in_flight = {name: group.task for name, group in self.in_flight.items()}
         repeated = [group.task for group in self._repeated]
-        return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": repeated}
+        sampling = {"sampling": self.sampling_state()} if self._sampler is not None else {}
+        return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": repeated, **sampling}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; call ``repeat`` or ``reconcile`` next, as its groups in flight may be lost."""
@@ -143,6 +208,8 @@ class TaskCursor:
         drawn, in_flight, repeated = state["drawn"], state["under_way"].items(), state["again"]
         self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
         self._repeated.extend(TaskGroup(uuid.uuid4().hex, task) for task in repeated)
+        if self._sampler is not None and "sampling" in state:
+            self._restore_sampling(state["sampling"])
         self.skip_to(drawn)
 
 
@@ -163,7 +230,15 @@ class ValidationTasks:
         return [TaskGroup(f"{name}-{number}", task) for number, task in enumerate(self._tasks)]
 
 
-def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
+def as_task_source(tasks: Tasks, *, seed: int = 0, learnable: int = 0) -> TaskSource:
+    """``learnable``: draw tasks that can still teach (``LearnableTasks``); the number of groups per policy update."""
+    if hasattr(tasks, "learned"):
+        if learnable:
+            raise ConfigError("task_sampling is 'learnable' and the tasks have a sampler of their own; leave one out")
+        return SampledTasks(tasks)  # type: ignore[arg-type]
+    if learnable:
+        drawn = as_task_source(tasks, seed=seed) if callable(tasks) or hasattr(tasks, "next_batch") else tasks
+        return SampledTasks(LearnableTasks(drawn, seed=seed, batch_size=learnable))
     if hasattr(tasks, "next_batch"):
         return tasks  # type: ignore[return-value]
     if callable(tasks):

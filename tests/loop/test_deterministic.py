@@ -253,7 +253,13 @@ def begin(run: Path, flags: list[str]) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "seed"),
-    [("--max-staleness 0", 1), ("--max-staleness 1", 2), ("--max-staleness 2", 3), ("--runners process:2", 4)],
+    [
+        ("--max-staleness 0", 1),
+        ("--max-staleness 1", 2),
+        ("--max-staleness 2", 3),
+        ("--runners process:2", 4),
+        ("--max-staleness 1 --task-sampling learnable", 5),
+    ],
 )
 async def test_a_run_that_was_killed_and_resumed_is_the_one_that_was_not(tmp_path: Path, flags: str, seed: int) -> None:
     rng = random.Random(seed)

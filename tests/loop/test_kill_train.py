@@ -40,8 +40,20 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
         ("local", 2, KILLS, ""),
         ("local", 0, KILLS, DROPPING),
         ("local", 2, KILLS, DROPPING),
+        ("local", 0, KILLS, f"{DROPPING} --task-sampling learnable"),
+        ("local", 2, MIXED, "--task-sampling learnable"),
     ],
-    ids=["mixed", "mixed-2", "slime", "killed", "killed-2", "killed-dropping", "killed-dropping-2"],
+    ids=[
+        "mixed",
+        "mixed-2",
+        "slime",
+        "killed",
+        "killed-2",
+        "dropping",
+        "dropping-2",
+        "learnable",
+        "learnable-2",
+    ],
 )
 def test_tasks_are_trained_once_and_files_agree_after_each_end(
     tmp_path: Path, trainer: str, max_staleness: int, planned: Any, flags: str

@@ -139,7 +139,7 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path, engine: Scr
     settings = {"eval_interval": 1, "eval_rollouts": 3}
     with Life(tmp_path, engine.url, num_iterations=2, **settings) as first:
         assert len((await first.loop.run_async()).reward_means) == 2
-        first_rewards = first.loop._current_state().val_first
+        first_rewards = (await first.loop._current_state()).val_first
     checkpoints = tmp_path / "checkpoints"  # one of a course that the run has left, because it is damaged
     (Path(shutil.copytree(checkpoints / "step_000002", checkpoints / "step_000009")) / "loop.json").unlink()
     with Life(tmp_path, engine.url, num_iterations=3, **settings) as second:

@@ -40,7 +40,7 @@ _Count = Annotated[int, Field(ge=0)]
 # settings that are fields of another room's class
 _PATHS = {name: f"controller.{name}" for name in ("env_map", "job_template")}
 _PATHS |= {f"controller_{name}": f"controller.{name}" for name in ("python", "host", "port", "log")}
-_PATHS |= {name: f"loop.{name}" for name in ("max_attempts", "rollout_timeout_s", "eval_rollouts")}
+_PATHS |= {name: f"loop.{name}" for name in ("max_attempts", "rollout_timeout_s", "eval_rollouts", "task_sampling")}
 _PATHS |= {f"group_{name}": f"group.{name}" for name in ("max_retries", "timeout_s")}
 _LOOP = {"max_attempts": 2, "rollout_timeout_s": 1800.0}
 """Defaults of slime's own loop, other than ours."""
@@ -196,6 +196,7 @@ class PluginSettings(BaseModel):
                 room, _, field = _PATHS.get(name, name).rpartition(".")
                 section = values[room] if room else values
                 section[field] = _split_words(value) if name == "env_map" else value
+        values["loop"]["rollout_batch_size"] = getattr(args, "rollout_batch_size", None) or 1
         values["loop"]["seed"] = getattr(args, "rollout_seed", None) or 0
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {shown_url(values['store_url'])!r} and agl_agent {values['agent']!r}"

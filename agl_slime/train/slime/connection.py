@@ -73,10 +73,11 @@ class Connection(Producer):
         if data is not None:
             tasks = data.read(tokenizer)
         self.epoch_size = len(tasks) or None
-        in_order = data is not None and not data.shuffle
+        seed, learnable = settings.loop.seed, settings.loop.learnable
+        in_order = data is not None and not data.shuffle and not learnable
         source = ordered_tasks(tasks) if in_order else tasks or make_task
-        seed = settings.loop.seed
-        self.tasks = TaskCursor(as_task_source(source, seed=seed), named=False) if source is not None else None
+        drawn = None if source is None else as_task_source(source, seed=seed, learnable=learnable)
+        self.tasks = TaskCursor(drawn, named=False) if drawn is not None else None
         self.evals: list[Evaluation] = []
         for eval_set in settings.eval_sets:
             lines = eval_set.data.read(tokenizer, flag=f"evaluation data set {eval_set.name}:")

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from agl_slime.data import normalize
-from agl_slime.data.credit import token_rewards
+from agl_slime.data.credit import TokenRewards, token_rewards
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.slime import find
 from agl_slime.train.slime.replay import check_replayed
@@ -182,7 +182,7 @@ def advantages_of_tokens(args: Any, rollout_data: dict[str, Any]) -> None:
     columns = (rollout_data[name] for name in ("rewards", "kl", "total_lengths", "response_lengths"))
     share, advantages = find("slice_log_prob_with_cp"), []
     for reward, kl, total, length in zip(*columns, strict=True):
-        values = torch.full((length,), float(reward)) if (own := getattr(reward, "values", None)) is None else own
+        values = reward.values if isinstance(reward, TokenRewards) else [float(reward)] * length
         advantages.append(share(torch.as_tensor(values), total, length).to(kl))
     rollout_data["advantages"], rollout_data["returns"] = [*advantages], advantages
 

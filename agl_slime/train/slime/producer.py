@@ -262,6 +262,7 @@ class TaskProducer(Producer):
     def finalized(self, group: GroupResult) -> None:
         if self._cursor is None or not self._cursor.done(group.group_id):
             return
+        self._cursor.learned([group])
         if self._staleness is not None:
             self._staleness.finalized(group)
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1

@@ -1,0 +1,175 @@
+"""Sampling of tasks by what they can still teach.
+
+A group teaches by the differences of its rewards. ``LearnableTasks`` keeps the mean and the spread of each task's
+rewards, the older ones counting less as the policy moves, and draws a task with a chance in proportion to the variance
+that a group of it probably has. Each fourth draw is the task that was drawn longest ago, so that each comes again
+within four draws per task. A draw depends on the seed, its number and what was learned before it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from agl_slime.data.client import Task
+from agl_slime.errors import ConfigError
+
+FLOOR = 4
+"""One draw in so many is the task that was drawn longest ago."""
+_HALF_LIFE = 16.0  # policy updates after which a reward counts half
+_PSEUDO_REWARDS = 4.0  # of the average task's variance, with which each task begins
+_CANDIDATES = 8  # tasks of a source of which the next is chosen
+_LEAST = 1e-12  # variance of a task
+_N, _SUM, _SQUARES, _UPDATE, _DRAWN, _WEIGHT = range(6)  # columns: the last draw, and how often the source has the task
+
+
+class TaskSampler(Protocol):
+    """Chooses tasks by the rewards of earlier groups. Both methods are called one at a time. With ``state() -> dict``
+    (for JSON) and ``restore(state)`` a resumed run continues with what was learned; without, it learns anew."""
+
+    def next(self) -> Task:
+        """The next task, an object of JSON."""
+        ...
+
+    def learned(self, task: Task, rewards: Sequence[float]) -> None:
+        """Note the rewards of a group of ``task``; none if all of its rollouts failed."""
+        ...
+
+
+def task_key(task: Task) -> str:
+    """A digest of the task. Raises ``ConfigError`` for a task that JSON cannot hold, as checkpoints keep it."""
+    try:
+        return hashlib.blake2b(json.dumps(task, sort_keys=True).encode(), digest_size=8).hexdigest()
+    except (TypeError, ValueError) as error:
+        why = f"a sampler's tasks are kept in checkpoints, and one is not JSON ({error})"
+        raise ConfigError(f"{why}; use plain values, or task_sampling uniform") from error
+
+
+class LearnableTasks:
+    """A ``TaskSampler`` of listed ``tasks``, or of a ``TaskSource``, whose tasks are told apart by ``task["kind"]``:
+    the next is one of its next eight. ``batch_size``: groups per policy update."""
+
+    def __init__(self, tasks: Any, *, seed: int, batch_size: int) -> None:
+        self._seed, self._batch_size = seed, batch_size
+        self._source, listed = (tasks, ()) if hasattr(tasks, "next_batch") else (None, [*tasks])
+        if self._source is None and not listed:
+            raise ConfigError("there are no tasks; give at least one")
+        order = [*listed]
+        random.Random(f"{seed}:order").shuffle(order)
+        keys = [task_key(task) for task in order]
+        self._tasks: list[Task] = [*dict(zip(reversed(keys), reversed(order), strict=True)).values()][::-1]
+        self._index = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        self._table = np.zeros((len(self._index), 6))
+        np.add.at(self._table[:, _WEIGHT], [self._index[key] for key in keys], 1)
+        self._table[:, _DRAWN] = np.arange(len(self._table)) - len(self._table)  # as if drawn in this order before
+        self._draws = self._groups = self._made = 0
+        self._range: list[float] = []
+        self._bounds: np.ndarray | None = None
+
+    def next(self) -> Task:
+        rng, longest_ago = random.Random(f"{self._seed}:{self._draws}"), self._draws % FLOOR == FLOOR - 1
+        if self._source is None:
+            place = int(self._table[:, _DRAWN].argmin()) if longest_ago else self._choose(rng)
+            task = self._tasks[place]
+        else:
+            tasks = self._candidates(_CANDIDATES)
+            places = [self._place(task) for task in tasks]
+            for each in places:
+                self._table[each, _WEIGHT] += 1
+            if longest_ago:
+                chosen = int(self._table[places, _DRAWN].argmin())
+            else:
+                chances = (self.variances()[places] + _LEAST).tolist()
+                [chosen] = rng.choices(range(len(tasks)), weights=chances)
+            task, place = tasks[chosen], places[chosen]
+        self._table[place, _DRAWN] = self._draws
+        self._draws += 1
+        return task
+
+    def learned(self, task: Task, rewards: Sequence[float]) -> None:
+        now, self._bounds = self._groups / self._batch_size, None
+        self._groups += 1
+        if not rewards:
+            return
+        row = self._table[self._place(task)]
+        row[:_UPDATE] *= 0.5 ** ((now - row[_UPDATE]) / _HALF_LIFE)
+        row[:_UPDATE] += len(rewards), sum(rewards), sum(reward * reward for reward in rewards)
+        row[_UPDATE] = now
+        self._range = [min(*self._range, *rewards, rewards[0]), max(*self._range, *rewards, rewards[0])]
+
+    def variances(self) -> np.ndarray:
+        """The probable variance of a group's rewards, of each task: that of its rewards so far, beside pseudo rewards
+        with the average variance of the tasks."""
+        numbers = self._table[:, _N]
+        decay = 0.5 ** ((self._groups / self._batch_size - self._table[:, _UPDATE]) / _HALF_LIFE)
+        divisors = np.maximum(numbers, 1e-12)
+        spread = np.maximum(self._table[:, _SQUARES] / divisors - (self._table[:, _SUM] / divisors) ** 2, 0.0)
+        counts, (low, high) = numbers * decay, self._range or [0.0, 1.0]
+        weights = counts / (_PSEUDO_REWARDS + counts)
+        average = (weights @ spread + (high - low) ** 2 / 4) / (weights.sum() + 1)
+        return (_PSEUDO_REWARDS * average + counts * spread) / (_PSEUDO_REWARDS + counts)
+
+    def uniform_mean(self) -> float | None:
+        """The mean reward as under uniform sampling: of the tasks' means, each as often as the source has it."""
+        rows = self._table[self._table[:, _N] > 0]
+        return float(np.average(rows[:, _SUM] / rows[:, _N], weights=rows[:, _WEIGHT])) if len(rows) else None
+
+    def state(self) -> dict[str, Any]:
+        rows = {key: self._table[place].tolist() for key, place in self._index.items()}
+        drawn = {key: row for key, row in rows.items() if self._source is not None or row[_DRAWN] >= 0}
+        numbers = {"draws": self._draws, "groups": self._groups, "made": self._made}
+        return {**numbers, "range": self._range, "tasks": drawn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._draws, self._groups = state["draws"], state["groups"]
+        self._range = state["range"]
+        while self._source is not None and self._made < state["made"]:
+            self._candidates(min(1_000, state["made"] - self._made))
+        for key, row in state["tasks"].items():
+            place = self._at(key)
+            self._table[place] = row
+        self._bounds = None
+
+    def _choose(self, rng: random.Random) -> int:
+        if self._bounds is None:
+            self._bounds = np.cumsum(self.variances() * self._table[:, _WEIGHT] + _LEAST)
+        return int(np.searchsorted(self._bounds, rng.random() * self._bounds[-1], side="right"))
+
+    def _candidates(self, n: int) -> list[Task]:
+        assert self._source is not None
+        tasks: list[Task] = []
+        while len(tasks) < n:
+            if not (more := self._source.next_batch(n - len(tasks))):
+                raise ConfigError(f"{type(self._source).__name__}.next_batch returned no task; it must start over")
+            tasks += more
+        self._made += n
+        return tasks
+
+    def _place(self, task: Task) -> int:
+        """The task's row; of a source's, that of its kind."""
+        if self._source is None:
+            return self._at(task_key(task))
+        return self._at(str(task.get("kind", "")) if isinstance(task, dict) else "")
+
+    def _at(self, key: str) -> int:
+        if (place := self._index.setdefault(key, len(self._index))) == len(self._table):
+            self._table = np.vstack([self._table, [[0, 0, 0, 0, -1, 0]]])
+        return place
+
+
+class SampledTasks:
+    """The ``TaskSource`` of a ``TaskSampler``."""
+
+    def __init__(self, sampler: TaskSampler) -> None:
+        self.sampler = sampler
+
+    def next_batch(self, n: int) -> list[Task]:
+        tasks = [self.sampler.next() for _ in range(n)]
+        for task in tasks:
+            task_key(task)
+        return tasks
