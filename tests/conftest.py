@@ -1,7 +1,5 @@
 """Fixtures of several rooms: the tiny policy and running engines, once per test run, and a browser."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

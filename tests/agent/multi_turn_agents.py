@@ -1,7 +1,5 @@
 """Agents of more than one turn over a scripted engine, and the Samples that come of their rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Tools: schemas from functions, calls, and failures as observations of the model."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import dataclass

@@ -1,11 +1,9 @@
 """Items, settings, generators and clients for tests of the rollout buffer."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -73,7 +71,7 @@ class Client:
         self.url = url
         self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30))
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

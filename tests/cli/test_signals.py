@@ -5,8 +5,6 @@ Starting one takes ten seconds, most of them imports, so those tests are ``slow`
 test's own process, and each signal in each phase by ``tests.programs.end_train``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

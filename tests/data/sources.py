@@ -1,9 +1,7 @@
 """A running data source over a store, whose groups a test opens as the loop does and finishes as runners do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings, GroupSource
@@ -19,7 +17,7 @@ class Running:
         self.source = GroupSource(store=self.store, settings=settings, **options)
         self.listener = Listener(self.source)
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Episodes of environments through a store: packages that the worker finds, a scripted engine, and the members."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

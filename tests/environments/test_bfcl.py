@@ -1,7 +1,5 @@
 """bfcl's multi-turn tasks: verdicts of whole episodes are the package's own, and no text of a model runs."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

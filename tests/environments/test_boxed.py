@@ -1,7 +1,5 @@
 """A run whose agents are programs, each in a sandbox that a flag of the run names."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

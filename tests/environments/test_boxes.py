@@ -1,7 +1,5 @@
 """The sandbox without containers: its services for verifiers' agents, its limits, and a hostile agent in it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.environments.playing import needs_bubblewrap

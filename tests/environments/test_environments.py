@@ -1,7 +1,5 @@
 """Episodes that the worker plays for a store: scores of judges and roles, splits, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """The same episodes through a run and through verifiers' own `vf-eval`, with one scripted model: scores, metrics and
 failures are equal, episode by episode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

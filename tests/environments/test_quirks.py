@@ -1,7 +1,5 @@
 """An environment with rare and allowed properties, and one whole iteration on it."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from pathlib import Path

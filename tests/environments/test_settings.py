@@ -1,7 +1,5 @@
 """Settings of environments without verifiers: flags and Pythons, splits of tasks, and reasons of failed episodes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasksets of ours: their scores are the libraries' own, and verifiers itself runs their episodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

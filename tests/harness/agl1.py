@@ -1,7 +1,5 @@
 """Agent Lightning 1.0's API over a store, a scripted engine, and a client with the key."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator, Mapping

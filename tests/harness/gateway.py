@@ -1,7 +1,5 @@
 """A gateway over a scripted engine, and its spans as turns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed

@@ -1,7 +1,5 @@
 """Hosts in network namespaces for tests with the marker ``hosts``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

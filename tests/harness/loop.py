@@ -1,12 +1,10 @@
 """A whole loop around a scripted engine: real store, runner, data source and HTTP; the model and the trainer are
 scripted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from agl_slime import SGLangLitAgent
 from agl_slime.data.policy import MinimumViableGroup
@@ -137,7 +135,7 @@ class LoopCase:
             self.source.stop()
             raise
 
-    def __enter__(self) -> LoopCase:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,15 +25,13 @@ requests by path, ``received`` keeps them, and ``await engine.arrived("/generate
 instead of sleeping.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -153,7 +151,7 @@ class ScriptedEngine:
         ids = list(prompt_ids) + self.continuation(prompt_ids, n)
         return [self.log_prob(ids[:end]) for end in range(len(prompt_ids) + 1, len(ids) + 1)]
 
-    async def __aenter__(self) -> ScriptedEngine:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 

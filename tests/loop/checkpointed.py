@@ -1,8 +1,6 @@
 """A loop with a ledger and checkpoints on disk, as each process of a resumed run has it; only the model and the trainer
 are played."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The engine that the tests of a module share; a test that scripts it starts its own (``hello_engine``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that ends with an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The bound on staleness in simulated time: random latencies, stragglers, failures and training times."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Agents that misbehave: one counted outcome per rollout, no invented reward, no hang."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math

@@ -1,8 +1,6 @@
 """Damaged checkpoints: the state that is loaded equals the saved one, from the older checkpoint where the newest is not
 whole, or one sentence names the directory."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

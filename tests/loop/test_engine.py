@@ -1,7 +1,5 @@
 """An engine that misbehaves, over real HTTP: the loop recovers, or each rollout fails with the reason."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

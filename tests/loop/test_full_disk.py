@@ -1,8 +1,6 @@
 """A disk that fills up while a run writes: weights, checkpoints, the ledger and JSON lines fail with one sentence, and
 earlier files stay."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A program's own functions: which arguments the loop passes, and whose fault a batch of failures is."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training over several hosts in namespaces: engines and runners elsewhere, links that fail, hosts that die."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that are interrupted, whose rollouts all fail for a while, or that resume from an earlier state."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

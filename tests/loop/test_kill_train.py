@@ -1,7 +1,5 @@
 """Short runs of ``end_train``, whose 24 ends take minutes; and the tokens that are sampled after a kill."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

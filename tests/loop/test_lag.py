@@ -1,7 +1,5 @@
 """No event loop of a run waits for a judge, a trainer or a weight sync."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -1,8 +1,6 @@
 """Asynchronous training with bounded staleness: a real store, runner, data source and HTTP; model and trainer are
 played."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run of which a part breaks (trainer, store, threads, tasks, engine) or that is cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

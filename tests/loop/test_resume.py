@@ -1,7 +1,5 @@
 """A loop that ends anywhere and resumes from its last checkpoint, with a ledger on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

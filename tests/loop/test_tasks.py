@@ -1,7 +1,5 @@
 """Tasks: epochs over a fixed set, generated tasks, and task files."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,8 +1,6 @@
 """The whole training loop for real: embedded engine, agents, spans, Samples, local trainer, weights back into the
 engine."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -5,8 +5,6 @@
 The checkpoint holds the step and the data buffer's metadata, as slime's does, and the instances trained on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

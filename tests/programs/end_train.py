@@ -14,8 +14,6 @@ With ``--trainer slime`` a stand-in of slime's trainer takes its batches as slim
 tasks; each process has its own run directory then, and resumes with ``--load``.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

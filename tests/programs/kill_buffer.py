@@ -1,8 +1,6 @@
 """kill -9 of the buffer, of the generator and of the trainer at random moments of a run; then: was each group trained
 on exactly once?"""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ The agents note their steps in a file, and the ends are read from the API's own 
 compared with the run's ledger and with the trained rollouts, and the run is audited.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

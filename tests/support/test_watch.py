@@ -1,15 +1,13 @@
 """The watch over a process in which code holds the interpreter lock: real processes, a regular expression that
 backtracks for ever, real signals."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -56,7 +54,7 @@ class Watched:
         command = [sys.executable, str(script)]
         self.process: Any = subprocess.Popen(command, text=True, bufsize=1, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         if (line := self.line()) != "ready\n":
             self.process.kill()
         assert line == "ready\n"

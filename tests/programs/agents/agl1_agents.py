@@ -1,7 +1,5 @@
 """Agents for Agent Lightning 1.0's local controller: run by its Python, which has neither this package nor pytest."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -4,8 +4,6 @@ three lines.
 slime's contract tests replace ``transformers`` by a stub, so the tokenizer is our byte-level one.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """An agent for Agent Lightning 1.0's local controller that is quick to start and writes a line for each step into the
 file that WITNESS names. Run by the controller's Python, which has neither this package nor pytest."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

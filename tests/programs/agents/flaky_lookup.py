@@ -1,7 +1,5 @@
 """The example agent, with a judge that is out of order now and then."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tiny policy: determinism, replacement, the shipped checkpoint, its tokenizer and its chat template."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``agl-slime warm-up``: recorded conversations lower the held-out loss, and what cannot be read is refused by row."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples of the policy for tests of the trainer."""
 
-from __future__ import annotations
-
 import pytest
 
 from agl_slime.types import Sample

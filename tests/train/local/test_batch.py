@@ -1,7 +1,5 @@
 """Batches of samples: their tokens, advantages and refusals, and their division into minibatches and microbatches."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Our batch against the dict that slime's own code makes of the same samples."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """Checkpoints of the local trainer:  weights for the engine, its own state, and checkpoints that are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

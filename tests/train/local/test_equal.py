@@ -1,8 +1,6 @@
 """Training equals the papers' formulas however a batch is cut and laid out: against one sample at a time, without
 padding, all logits at once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Low-rank adapters: trained parameters, weights for the engine, and resuming from a checkpoint."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

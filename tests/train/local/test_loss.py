@@ -1,7 +1,5 @@
 """The terms of the loss and the overlong penalty, against the papers' formulas and numbers computed by hand."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

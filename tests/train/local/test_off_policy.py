@@ -1,7 +1,5 @@
 """Tokens that other weights have sampled: the correction of the loss, and metrics by staleness."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

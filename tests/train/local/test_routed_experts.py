@@ -1,7 +1,5 @@
 """The embedded engine's routed experts and nuclei, and the local trainer's replay of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

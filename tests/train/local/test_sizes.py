@@ -1,7 +1,5 @@
 """What makes the local trainer fit models of real sizes: packing, pieces of logits, checkpointing, bfloat16."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

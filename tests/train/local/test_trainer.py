@@ -1,7 +1,5 @@
 """The local trainer: its metrics of a batch, the batches it refuses, its steps and its thread."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,8 +1,6 @@
 """Our loss and gradient against those in TRL's GRPOTrainer on the same batch. Skips without TRL: ``pip install
 "trl==1.16.0"``."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Addresses that agents, runners and controllers get for the servers of this machine."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

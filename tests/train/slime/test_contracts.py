@@ -1,7 +1,5 @@
 """slime's own plug-in contract tests, pointed at our hooks."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """``agl_runners`` outside of the manager's process, for a data source that slime builds."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

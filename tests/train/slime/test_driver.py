@@ -1,7 +1,5 @@
 """``--trainer slime`` over the two shapes of slime's driver, without Ray: the calls, and their order."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

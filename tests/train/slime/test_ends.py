@@ -1,7 +1,5 @@
 """A run that breaks off leaves nothing behind, in each shape of slime's driver: real Ray, stand-ins for slime."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """slime's flags that have no effect under our hooks: one warning that names them."""
 
-from __future__ import annotations
-
 import ast
 import logging
 from argparse import Namespace

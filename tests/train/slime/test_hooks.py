@@ -1,7 +1,5 @@
 """The hooks on plain samples; slime itself is not needed."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@ slime's manager with its router, its lock, its client of the engine and two runn
 while, and a runner's host dies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

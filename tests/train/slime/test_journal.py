@@ -1,8 +1,6 @@
 """What newer managers ask of a data source: its state for their journal, samples for their event loop, one batch for
 one step, an end."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The launcher of slime's scripts, over a parser that is put together as slime's is."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

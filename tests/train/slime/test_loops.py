@@ -1,7 +1,5 @@
 """slime's own training loops on a CPU: everything is real but Megatron, in whose place our local trainer steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 from typing import Any

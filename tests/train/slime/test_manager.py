@@ -1,7 +1,5 @@
 """slime's RolloutManager under real Ray, and its own rollout functions, over our data source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

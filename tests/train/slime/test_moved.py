@@ -1,7 +1,5 @@
 """A slime in which a name was moved once more: one sentence, wherever the bridge is entered."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

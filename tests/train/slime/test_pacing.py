@@ -1,7 +1,5 @@
 """``agl_max_staleness``: groups are enqueued ahead of training up to the limit and no further."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """slime's data sets as tasks: files, slices, and the shapes of slime's own examples."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import decimal

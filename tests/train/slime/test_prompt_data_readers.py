@@ -1,7 +1,5 @@
 """slime's own reader of data sets and ours give the same prompts, labels and tools, its evaluation the same samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

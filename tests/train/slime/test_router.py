@@ -1,7 +1,5 @@
 """Through a real sglang-router with two workers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import urllib.request

@@ -1,7 +1,5 @@
 """Sampling parameters of the rollouts that slime's data source enqueues."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

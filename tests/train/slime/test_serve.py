@@ -1,7 +1,5 @@
 """``python -m agl_slime.train.slime.serve``: runners in a process of their own, the data source in another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

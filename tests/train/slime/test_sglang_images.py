@@ -1,7 +1,5 @@
 """Images on a real SGLang with a tiny vision model: the engine's log-probs beside the trainer's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """``AGLDataSource(args)`` as slime builds it: an agent in the same process, or a store over HTTP with runners
 elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """A data source whose store is away, restarts or repeats itself: the run goes on and each rollout counts once."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """When a data source lets a store forget the rollouts that it has read."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Sequence

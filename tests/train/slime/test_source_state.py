@@ -1,7 +1,5 @@
 """``save`` and ``load``: groups that wait when a checkpoint is written come out afterwards, each once."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python train.py --trainer slime`` with slime's Megatron actors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 

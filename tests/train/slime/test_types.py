@@ -1,7 +1,5 @@
 """The structural twins of slime's types, and the two functions that hide how slime's versions differ."""
 
-from __future__ import annotations
-
 import abc
 import ast
 import dataclasses
