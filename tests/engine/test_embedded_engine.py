@@ -256,18 +256,17 @@ def test_deterministic_answers_need_a_model_without_experts(tmp_path: Path) -> N
         load_server(str(save_moe(tmp_path)), token=None, deterministic=True)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_deterministic_logits_do_not_depend_on_the_number_of_threads(policy_dir: Path, threads: int) -> None:
-    """With a part of a thread's own of any number of rows."""
+def test_deterministic_logits_do_not_depend_on_the_number_of_threads(policy_dir: Path) -> None:
+    """Of batches of which a thread would have one to three rows."""
     import torch
 
     from agl_slime.engine.slots import SlotModel
 
-    model = SlotModel(load_model(policy_dir), slots=20, context=64, deterministic=True, prefix_cache=False)
+    model = SlotModel(load_model(policy_dir), slots=12, context=64, deterministic=True, prefix_cache=False)
     expected = model.prefill([[7, 8, 9, 10]]).logits[0]
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
-        for others in range(20):
+        for others in (4, 8, 10):
             model.flush()
             while model.active:
                 model.release(0)

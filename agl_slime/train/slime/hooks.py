@@ -53,7 +53,7 @@ def generate_rollout(
         return RolloutFnTrainOutput(samples=saved)
     getattr(data_source, "begin_rollout", lambda _: None)(rollout_id)
     batch, everything, dropped = _collect_groups(args, rollout_id, data_source)
-    batch.sort(key=lambda group: _first(group).group_index or 0)
+    batch.sort(key=_draw)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
         resolve_name(path)(args, batch)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
@@ -312,3 +312,10 @@ def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _first(group: Sequence[Any]) -> Sample:
     return next(flat_samples(group))
+
+
+def _draw(group: Sequence[Any]) -> int:
+    """The number of the group's task in the order of draw, else the group's in the order in which groups ended: sums
+    over a batch shall not depend on which group was faster."""
+    number = str(_first(group).metadata.get("group_id")).rpartition("-")[2]
+    return int(number) if number.isdecimal() else _first(group).group_index or 0

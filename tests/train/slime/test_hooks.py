@@ -49,11 +49,15 @@ def groups(n: int, *, reward: Any = None) -> list[list[list[Sample]]]:
 
 
 def test_batch_has_exactly_slimes_group_count_and_the_rest_waits():
+    """In the order in which the tasks were drawn, whichever group was first to end."""
     source = ListedSource(*groups(5))
     output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
     assert isinstance(output, RolloutFnTrainOutput)
     assert [group[0].group_index for group in output.samples] == [0, 1, 2]
     assert len(source.answers) == 2
+    drawn = ([[sample(group=end, metadata={"group_id": f"5f-{draw}"})]] for end, draw in enumerate((10, 9, 11)))
+    output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 1, ListedSource(*drawn))
+    assert [group[0].group_index for group in output.samples] == [1, 0, 2]
 
 
 def test_groups_are_returned_when_the_rest_fails():

@@ -23,10 +23,12 @@ from agl_slime.tools.forensics.replay_slime import replay_dump
 from agl_slime.tools.rehearse.megatron.cuda import install
 from agl_slime.tools.rehearse.megatron.sources import Sources
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
+from tests.harness.engine_servers import real_sglang
 from tests.harness.guard import guarded_child
 from tests.harness.megatron import command, require_megatron, train_by_megatron
 from tests.harness.report_runs import floats
 from tests.harness.slime_programs import start_guarded
+from tests.harness.training import model_info
 from tests.harness.waiting import becomes_true
 
 STEPS = 3
@@ -101,6 +103,26 @@ def test_each_task_is_trained_once_after_a_kill_and_past_the_end(script: str, tm
     assert (latest.read_text(), len([*(tmp_path / "weights6").iterdir()])) == ("5", 3)
     last, first = (tmp_path / f"weights{steps}" / f"weight_v{version:06d}" for steps, version in ((4, 3), (6, 1)))
     assert filecmp.cmpfiles(last, first, ["model-00001-of-00001.safetensors"], shallow=False)[0]
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.megatron
+@pytest.mark.sglang
+def test_a_real_sglang_samples_what_megatron_trains_and_takes_its_weights(tmp_path: Path):
+    """Agent Lightning, slime, Megatron and SGLang: only CUDA is stood in for."""
+    with real_sglang(LOOKUP_POLICY, tmp_path / "sglang.log") as server:
+        flags = ["--num-rollout", STEPS, "--rollout-external-engine-addrs", server.url.removeprefix("http://")]
+        train_by_megatron(tmp_path, *flags)
+        engine = model_info(server.url)
+    page = RunReader(tmp_path, SlimeRuns(LOOKUP_POLICY)).update()
+    assert page is not None
+    differences = page["metrics"]["columns"]["train/logprob_diff_max"]
+    assert (len(differences), page["damage"]) == (STEPS, [])
+    assert max(differences) < 1e-5
+    # the weights before the first step are pushed, too
+    assert engine["weight_version"] == f"{STEPS + 1}"
+    assert engine["model_path"].endswith(f"/weights/weight_v{STEPS + 1:06d}")
 
 
 def test_a_machine_with_a_gpu_is_refused():
