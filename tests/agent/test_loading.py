@@ -92,9 +92,7 @@ class Good(SGLangLitAgent):
 _UNPICKLE = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).compute_reward({}, ''))"
 
 
-def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(tmp_path, monkeypatch):
     home = tmp_path / "my agents"
     home.mkdir()
     (home / "math-agent.py").write_text(BY_FILE)

@@ -156,9 +156,7 @@ async def test_a_later_named_reward_that_is_none_does_not_fail_the_rollout() -> 
         ([BAD_KEY, "Three."], {"stop_on_tool_error": True}, "tool_error", 1, Sample.Status.COMPLETED),
     ],
 )
-async def test_why_a_rollout_stopped_is_typed(
-    answers: list[Any], attributes: dict[str, Any], stop_reason: str, turns: int, status: Any
-) -> None:
+async def test_why_a_rollout_stopped_is_typed(answers, attributes, stop_reason, turns, status):
     aborted = generation_of(chat_tokenizer("anthropic", "groups_tools"), "Thr", finish="abort")
     played = await rollout(ToolAgent, [aborted if answer == "aborted" else answer for answer in answers], **attributes)
     sample = played.sample

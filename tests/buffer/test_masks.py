@@ -213,9 +213,7 @@ def _load(path: Path, name: str) -> Any:
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("template", ["chatml", "groups_tools", "drops_thinking"])
 @pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5", "distill_qwen"])
-def test_ids_and_masks_are_slimes(
-    slime_masks: Any, kind: str, template: str, vocabulary: str, tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_and_masks_are_slimes(slime_masks, kind, template, vocabulary, tools, monkeypatch):
     tokenizer = chat_tokenizer(vocabulary, template)
     if kind == "qwen":  # our test vocabularies hold DeepSeek's markers, which mean a distilled model
         monkeypatch.setattr(tokenizer, "get_added_vocab", dict)

@@ -80,9 +80,7 @@ def parse(path: Path, *flags: str) -> TrainConfig:
 
 @settings(max_examples=examples(50))
 @given(config=configs, as_toml=st.booleans())
-def test_the_next_run_has_the_settings_that_a_run_writes(
-    config: TrainConfig, as_toml: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_next_run_has_the_settings_that_a_run_writes(config, as_toml, tmp_path_factory):
     path = written(config, tmp_path_factory.mktemp("run"))
     if as_toml:
         values = json.loads(path.read_text())

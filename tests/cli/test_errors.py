@@ -128,9 +128,7 @@ def test_a_flag_that_cannot_be_used_is_named_with_its_value(flags: str, sentence
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_flag_of_any_command_is_named_without_its_value(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_flag_of_any_command_is_named_without_its_value(command, capsys):
     with contextlib.suppress(SystemExit):  # of a positional argument that is missing
         assert main([command, "--kye", "SECRET"]) == 2
     text = capsys.readouterr().err
@@ -154,9 +152,7 @@ ENGINE = "--model-path . --sglang-url http://127.0.0.1:1"
         ),
     ],
 )
-def test_a_servers_port_or_address_that_cannot_be_used_is_one_sentence(
-    command: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_servers_port_or_address_that_cannot_be_used_is_one_sentence(command, sentence, monkeypatch, capsys):
     Path("config.json").write_text("{}")
     monkeypatch.setenv("AGL_SLIME_STORE_TOKEN", "SECRET")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -239,9 +235,7 @@ def test_a_run_whose_reader_ends_stops_as_after_ctrl_c() -> None:
         assert process.wait(10) == 141
 
 
-def test_a_package_adds_a_command_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_adds_a_command_by_an_entry_point(tmp_path, monkeypatch, capsys):
     source = (
         "def longest(first: str, second: str, /, *, at_least: int = 0) -> None:\n"
         "    print(max((text for text in (first, second) if len(text) >= at_least), key=len))\n"

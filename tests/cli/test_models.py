@@ -46,9 +46,7 @@ def test_only_a_converted_model_needs_no_converter(cache: Path, monkeypatch: pyt
     assert not (cache / "empty").exists()  # refused before any download
 
 
-def test_a_file_with_another_checksum_is_refused_and_leaves_nothing(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_another_checksum_is_refused_and_leaves_nothing(cache, tmp_path, monkeypatch):
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "other.gguf")
     with pytest.raises(ConfigError, match=r"other\.gguf has an unexpected SHA-256"):
@@ -91,9 +89,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(cache: Path) -> None:
         (1000, "http://127.0.0.1:30000", 10_000, False),  # a server that may be in a container
     ],
 )
-def test_large_weights_go_through_memory_to_an_embedded_engine(
-    size: int, url: str | None, free: int, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_go_through_memory_to_an_embedded_engine(size, url, free, in_memory, tmp_path, monkeypatch):
     memory, model = tmp_path / "memory", a_checkpoint(tmp_path / "model")
     memory.mkdir()
     (model / "model.safetensors").write_bytes(bytes(size))

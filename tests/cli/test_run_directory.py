@@ -49,9 +49,7 @@ def broken(tmp_path: Path) -> Path:
     return model
 
 
-def test_a_start_that_fails_leaves_nothing_and_the_corrected_command_works(
-    tmp_path: Path, broken: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails_leaves_nothing_and_the_corrected_command_works(tmp_path, broken, monkeypatch):
     run = tmp_path / "runs" / "new"
     with pytest.raises(AglSlimeError):
         train(run, model_path=broken)

@@ -69,9 +69,7 @@ def finished(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.Te
     return directory, short_run(embedded_engine, policy_dir, directory, keep_best=True)
 
 
-def test_transformers_answers_as_the_engine_does(
-    finished: tuple[Path, str], policy_dir: Path, embedded_engine: str, prompts: list[list[int]]
-) -> None:
+def test_transformers_answers_as_the_engine_does(finished, policy_dir, embedded_engine, prompts):
     from transformers import AutoModelForCausalLM
 
     model = finished[0] / "model"
@@ -139,9 +137,7 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(finished: tuple[Path,
     assert (directory / "model" / "README.md").read_text() == card
 
 
-def test_an_adapter_on_its_base_answers_as_the_merged_weights(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path, prompts: list[list[int]]
-) -> None:
+def test_an_adapter_on_its_base_answers_as_the_merged_weights(policy_dir, embedded_engine, tmp_path, prompts):
     peft = pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[lora]"')
     import torch
     from transformers import AutoModelForCausalLM

@@ -53,9 +53,7 @@ def check_interrupted(directory: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("logging_unchanged")
-def test_ctrl_c_in_this_process(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_this_process(policy_dir, tmp_path, monkeypatch, capsys):
     """Between two rewards of the third iteration, with the engine in its own process as ever."""
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.cli.demo.agent import LookupAgent

@@ -86,9 +86,7 @@ class ForeignTrainer:
     runner = None
 
 
-async def test_agent_lightning_settings_that_lose_rollouts_are_refused_at_start(
-    policy_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_agent_lightning_settings_that_lose_rollouts_are_refused_at_start(policy_dir, monkeypatch):
     algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local")
     algorithm.set_store(LightningStoreServer(BridgeStore(), host="127.0.0.1", port=9))
     with pytest.raises(ConfigError, match="train_dataset is empty"):

@@ -94,9 +94,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-async def test_every_task_is_trained_once_and_no_token_is_staler_than_the_limit(
-    engine: str, tmp_path: Path, staleness: int
-) -> None:
+async def test_every_task_is_trained_once_and_no_token_is_staler_than_the_limit(engine, tmp_path, staleness):
     config = config_for(engine, tmp_path, 6, numbered(6 * BATCH), max_staleness=staleness, keep_rollouts="all")
     await run(replace(config, agent=f"{__name__}:Uneven"))
     assert StandIn.trained == list(range(6))

@@ -200,9 +200,7 @@ async def test_rewards_are_left_to_a_slime_that_normalizes_by_group(
     assert [flag for flag in slime_flags if flag in HOOKS] == hooks
 
 
-async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(engine, tmp_path, monkeypatch):
     def replaying(flags: Sequence[str]) -> Any:
         args = parse(flags)
         args.use_rollout_routing_replay, args.num_layers, args.moe_router_topk = True, 2, 2
@@ -224,16 +222,12 @@ async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(
         ("--colocate", {"max_staleness": 1}, "--max-staleness 1 with --colocate"),
     ],
 )
-async def test_flags_of_slime_that_contradict_the_run_are_refused(
-    flags: str, settings: dict[str, Any], sentence: str, engine: str, tmp_path: Path
-) -> None:
+async def test_flags_of_slime_that_contradict_the_run_are_refused(flags, settings, sentence, engine, tmp_path):
     with pytest.raises(ConfigError, match=sentence):
         await run(config_for(engine, tmp_path, 1, numbered(3), **settings), *flags.split())
 
 
-async def test_the_store_host_is_the_address_for_slimes_manager(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_store_host_is_the_address_for_slimes_manager(engine, tmp_path, monkeypatch):
     monkeypatch.delenv("AGL_SLIME_STORE_TOKEN", raising=False)
     await run(config_for(engine, tmp_path, 1, numbered(3), store_host="0.0.0.0"))
     assert StandIn.args.agl_store_token  # an address that other hosts reach needs one

@@ -174,9 +174,7 @@ POLICIES = [
     policy=st.sampled_from(POLICIES),
 )
 @settings(deadline=None)
-def test_every_group_is_finalized_once_and_every_rollout_is_in_its_result(
-    sizes: list[int], announced: set[int], failing: set[int], seed: int, policy: GroupPolicy
-) -> None:
+def test_every_group_is_finalized_once_and_every_rollout_is_in_its_result(sizes, announced, failing, seed, policy):
     """In any order, with repeated reports, unannounced groups, retries that succeed, and groups without stragglers."""
     members = [(f"g{group}", size, f"r{group}-{number}") for group, size in enumerate(sizes) for number in range(size)]
     failed = {name for index, (_, _, name) in enumerate(members) if index in failing}

@@ -112,9 +112,7 @@ async def sampled(running: Running, group_id: str, *versions: str) -> list[str]:
     return ids
 
 
-async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(
-    running: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(running, caplog):
     running.source.set_version("0")
     await sampled(running, "a", "0", "0")
     assert len(await running.get()) == 1

@@ -232,9 +232,7 @@ def test_another_temperature_than_the_teachers_warns():
     assert text.startswith("--temperature 0.7 with a teacher: ")
 
 
-def test_a_run_whose_teacher_alone_is_its_own_policy_learns_nothing(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
-):
+def test_a_run_whose_teacher_alone_is_its_own_policy_learns_nothing(policy_dir, embedded_engine, tmp_path):
     pytest.importorskip("torch")
     sizes = {"num_iterations": 1, "rollout_batch_size": 8, "eval_interval": 0, "output_dir": tmp_path}
     engines = {"sglang_url": embedded_engine, "teacher_url": (embedded_engine,), "teacher_alone": True}

@@ -79,9 +79,7 @@ async def test_it_recovers_and_the_answer_is_the_undisturbed_one(faults: list[Fa
     ],
     ids=repr,
 )
-async def test_persistent_fault_ends_in_one_typed_error(
-    fault: Fault, error: type[EngineError], calls: int, message: str
-) -> None:
+async def test_persistent_fault_ends_in_one_typed_error(fault, error, calls, message):
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.always("/generate", fault)
         with pytest.raises(error, match=message) as caught:

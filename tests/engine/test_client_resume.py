@@ -65,9 +65,7 @@ async def run(
 @settings(max_examples=examples(400))
 @example(prompt=[0], stop=["éa"], stop_ids=[], eos=None, limit=24, cuts=[1] * 8, trim=True)
 @example(prompt=[0], stop=["ab"], stop_ids=[], eos=None, limit=24, cuts=[1] * 8, trim=True)
-def test_the_joined_generation_is_the_unaborted_one(
-    prompt: list[int], stop: list[str], stop_ids: list[int], eos: int | None, limit: int, cuts: list[int], trim: bool
-) -> None:
+def test_the_joined_generation_is_the_unaborted_one(prompt, stop, stop_ids, eos, limit, cuts, trim):
     sampling = SamplingParams(
         max_new_tokens=limit,
         stop=tuple(stop),
@@ -95,9 +93,7 @@ def test_the_joined_generation_is_the_unaborted_one(
     ),
     lists_versions=st.booleans(),
 )
-def test_weight_spans_tile_the_output(
-    prompt: list[int], limit: int, faults: list[Abort | NewVersion], lists_versions: bool
-) -> None:
+def test_weight_spans_tile_the_output(prompt, limit, faults, lists_versions):
     engine = ScriptedEngine(weight_version="0", lists_versions=lists_versions)
     joined, _ = asyncio.run(run(prompt, SamplingParams(max_new_tokens=limit), faults, engine=engine))
     assert len(joined.output_ids) == len(joined.log_probs) == limit
@@ -117,9 +113,7 @@ def test_weight_spans_tile_the_output(
     lossy=st.booleans(),
 )
 @settings(max_examples=examples(300))
-def test_the_text_of_a_stream_only_grows_wherever_its_parts_are_cut(
-    prompt: list[int], text: str, cuts: list[int], step: int, lossy: bool
-) -> None:
+def test_the_text_of_a_stream_only_grows_wherever_its_parts_are_cut(prompt, text, cuts, step, lossy):
     """For each replacement of a character that is cut: U+FFFD on both sides, or nothing."""
     ids, errors = list(text.encode()), "replace" if lossy else "ignore"
     generation = ResumableGeneration(

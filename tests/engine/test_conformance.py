@@ -123,9 +123,7 @@ async def test_length_end_and_counts(client: Client) -> None:
     assert (meta["num_retractions"], meta["reasoning_tokens"]) == (0, 0)
 
 
-async def test_a_stop_token_ends_it_and_stays_among_the_ids(
-    client: Client, model: Any, tokenizer: Any, task_prompt: list[int]
-) -> None:
+async def test_a_stop_token_ends_it_and_stays_among_the_ids(client, model, tokenizer, task_prompt):
     expected = greedy(model, task_prompt, 8)
     stop = [token for place, token in enumerate(expected) if token not in expected[:place]][2]
     end = expected.index(stop) + 1

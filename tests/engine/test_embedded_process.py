@@ -56,9 +56,7 @@ def test_engine_uses_a_free_port_checks_its_token_and_stops_mid_request(policy_d
         urllib.request.urlopen(f"{url}/health", timeout=2)
 
 
-def test_engine_of_a_run_asks_no_token_of_this_process_environment(
-    policy_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_of_a_run_asks_no_token_of_this_process_environment(policy_dir, monkeypatch):
     monkeypatch.setenv("AGL_SLIME_ENGINE_TOKEN", "s3cret")
     with EmbeddedEngine(policy_dir) as engine, urllib.request.urlopen(f"{engine.url}/v1/models") as answer:
         assert answer.status == 200

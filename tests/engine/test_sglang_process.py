@@ -67,9 +67,7 @@ def nothing_outlives_a_test_that_fails(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("variable", [None, "/nowhere/bin/python", sys.executable])
-def test_python_without_sglang_is_refused_before_any_start(
-    variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_without_sglang_is_refused_before_any_start(variable, tmp_path, monkeypatch):
     monkeypatch.delenv(SGLANG_PYTHON, raising=False)
     if variable is not None:
         monkeypatch.setenv(SGLANG_PYTHON, variable)
@@ -83,9 +81,7 @@ def test_python_without_sglang_is_refused_before_any_start(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
-    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/of/this/environment", *sys.path]))
     flags = ("--max-running-requests", "8")
     engine = SGLangProcess(tmp_path, python=serving(tmp_path, gpu=gpu), random_seed=7, flags=flags)

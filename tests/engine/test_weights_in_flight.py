@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.engine.client.client import PauseMode, SGLangClient
+from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from tests.harness.engine_servers import MAX_RUNNING, Server
@@ -97,9 +97,7 @@ def log_probs(old: Any, new: Any, prompt: list[int], generation: Generation, *, 
 
 
 @pytest.mark.parametrize("pause", [pytest.param("abort", marks=SLOW), pytest.param("retract", marks=SLOW), "in_place"])
-def test_weights_change_while_64_requests_are_in_flight(
-    server: Server, other_weights: Path, pause: PauseMode, record_property: Any
-) -> None:
+def test_weights_change_while_64_requests_are_in_flight(server, other_weights, pause, record_property):
     sync = DiskWeightSync(base_url=server.url, pause=pause)
     results = asyncio.run(sampled_over_a_change(server, sync, other_weights))
     mixed = []

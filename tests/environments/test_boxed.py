@@ -32,9 +32,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield boxed.write(tmp_path, port=listening.getsockname()[1], private=private)
 
 
-def test_boxed_programs_have_no_network_and_run_files_agree(
-    name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_boxed_programs_have_no_network_and_run_files_agree(name, policy_dir, embedded_engine, tmp_path):
     run = tmp_path / "run"
     config = train_config(
         env=name,

@@ -47,9 +47,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         yield log, LLM(endpoint=served.url, model=str(tmp_path / "model"), sampling_parameters=sampling)
 
 
-def test_a_worker_of_another_host_shares_the_run(
-    packages: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_another_host_shares_the_run(packages, engine, tmp_path, monkeypatch):
     """Started by hand with the file that the run writes; the run's own worker has room for one episode."""
     monkeypatch.setenv("AGL_KEY", "a-key-of-the-run")
     env, store, log = load("tiny_sums", max_concurrent=1), BridgeStore(), tmp_path / "worker.log"
@@ -140,9 +138,7 @@ def test_taskset_with_an_eval_split_is_validated_on_it() -> None:
         ("tiny_sums", {"models": ("agent=nowhere",)}, "ROLE=URL"),
     ],
 )
-def test_invalid_environment_settings_are_an_error_in_one_sentence(
-    packages: Path, name: str, settings: dict[str, Any], sentence: str
-) -> None:
+def test_invalid_environment_settings_are_an_error_in_one_sentence(packages, name, settings, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
         load(name, **settings)
     assert "Traceback" not in str(refused.value)

@@ -26,9 +26,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return quirks.write(tmp_path)
 
 
-def test_program_sees_no_run_key_and_metric_keeps_its_rewards_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_sees_no_run_key_and_metric_keeps_its_rewards_name(name, tmp_path, monkeypatch):
     """With the key a program could post rewards, and rewards of single turns are trained."""
     monkeypatch.setenv("AGL_KEY", quirks.KEY)
     monkeypatch.setenv("AGL_ENV_MODEL_KEY", quirks.KEY)
@@ -52,9 +50,7 @@ def test_taskset_that_defaults_to_test_trains_on_its_train_split(name: str) -> N
     assert {task["data_id"][:4] for task in named.tasks} == {"test"}, "a named split is taken"
 
 
-def test_the_files_of_an_iteration_on_an_environment_agree(
-    name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_the_files_of_an_iteration_on_an_environment_agree(name, policy_dir, embedded_engine, tmp_path):
     config = train_config(
         env=name,
         env_python=Path(env_python()),

@@ -162,9 +162,7 @@ class Resending(Audit):
 
 
 @pytest.mark.parametrize(("vocabulary", "template"), CASES)
-async def test_resumed_walk_finds_what_a_full_walk_does(
-    vocabulary: str, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_resumed_walk_finds_what_a_full_walk_does(vocabulary, template, monkeypatch):
     find, resumed = Tree.find, []
 
     def checked(tree: Tree, messages: Any) -> Match:

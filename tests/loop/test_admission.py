@@ -92,9 +92,7 @@ def simulated(batch_size: int, max_staleness: int, steps: int, **settings: Any) 
     lost=st.sampled_from([0.0, 0.2]),
     train_s=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
 )
-def test_no_group_is_ever_too_old_and_none_is_thrown_away(
-    batch_size: int, max_staleness: int, seed: int, straggling: float, lost: float, train_s: float
-) -> None:
+def test_no_group_is_ever_too_old_and_none_is_thrown_away(batch_size, max_staleness, seed, straggling, lost, train_s):
     rng = random.Random(seed)
 
     def fate(number: int) -> tuple[float, str]:
@@ -106,9 +104,7 @@ def test_no_group_is_ever_too_old_and_none_is_thrown_away(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(batch_size=st.integers(1, 5), max_staleness=st.integers(0, 4), cut=st.integers(0, 9), seed=st.integers(0, 2**32))
-def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
-    batch_size: int, max_staleness: int, cut: int, seed: int
-) -> None:
+def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(batch_size, max_staleness, cut, seed):
     """The same groups end between the same steps; the resume comes between two steps."""
     limits = {"batch_size": batch_size, "max_staleness": max_staleness, "last_step": 10}
 
@@ -162,9 +158,7 @@ def test_redrawn_task_does_not_push_an_older_group_past_staleness() -> None:
     seeds=st.tuples(*[st.integers(0, 2**32)] * 2),
     lost=st.frozensets(st.integers(0, 80), max_size=12),
 )
-def test_batches_in_order_depend_on_no_latency(
-    batch_size: int, max_staleness: int, seeds: tuple[int, int], lost: frozenset[int]
-) -> None:
+def test_batches_in_order_depend_on_no_latency(batch_size, max_staleness, seeds, lost):
     """Weights change when nothing is in flight; the ``lost`` groups are replaced, whenever they end."""
 
     def batches(rng: random.Random) -> list[list[tuple[int, int]]]:

@@ -64,9 +64,7 @@ def raises(error: BaseException) -> Any:
     ],
     ids=["raises", "exits", "None", "NaN", "inf", "string", "named NaN", "number as name", "number as name emitted"],
 )
-def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(
-    fault: Any, reason: str, detail: str, engine: ScriptedEngine
-) -> None:
+def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(fault, reason, detail, engine):
     with LoopCase(agent=HelloAgent(judge=fails_for_ada(fault)), url=engine.url, rollout_batch_size=4) as case:
         result = case.loop.run()
         case.check_ledger()
@@ -169,9 +167,7 @@ class Listed:
         ("build_prompt", lambda: "Hi", r"build_prompt\(\) of HelloAgent must take 1 argument"),
     ],
 )
-def test_an_agent_that_no_rollout_could_use_is_refused_at_the_start(
-    attribute: str, value: Any, sentence: str, engine: ScriptedEngine
-) -> None:
+def test_an_agent_that_no_rollout_could_use_is_refused_at_the_start(attribute, value, sentence, engine):
     agent = HelloAgent()
     setattr(agent, attribute, value)
     with pytest.raises(ConfigError, match=f"^{sentence}"):

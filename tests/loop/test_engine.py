@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -111,9 +110,7 @@ def outside_of_the_vocabulary(body: dict[str, Any], meta: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("through_gateway", [False, True], ids=["client", "gateway"])
-def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(
-    through_gateway: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(through_gateway, tmp_path, caplog):
     small_tokenizer(TEMPLATE).save_pretrained(tmp_path)
     agent = CarelessAgent() if through_gateway else HelloAgent()
     with hello_engine(weight_version="0") as engine:

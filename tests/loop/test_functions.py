@@ -91,9 +91,7 @@ def test_loop_calls_async_functions_on_its_thread_and_others_in_a_pool(engine: S
         (0, ("agent_lost",), "agent_lost"),
     ],
 )
-def test_a_first_batch_is_tried_again_only_when_a_controller_lost_it(
-    patience_s: float, failures: tuple[str, ...], error: str | None
-) -> None:
+def test_a_first_batch_is_tried_again_only_when_a_controller_lost_it(patience_s, failures, error):
     members = tuple(MemberResult(rollout_id=f"ro-{n}", group_id="g", failure=name) for n, name in enumerate(failures))
     batch = [GroupResult(group_id="g", mode="train", size=2, members=members, ready=False, reason="incomplete")]
     assert collect_metrics(batch, collect_s=1.0)["rollout/reward_mean"] is None

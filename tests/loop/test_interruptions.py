@@ -68,9 +68,7 @@ def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, engin
         (range(10_000), 600, "iteration 1: all 4 rollouts failed", 0),  # no pause where nothing has worked yet
     ],
 )
-def test_a_judge_that_stays_away_ends_the_run(
-    away: range, patience_s: float, error: str, batches: int, engine: ScriptedEngine, quick_pauses: None
-) -> None:
+def test_a_judge_that_stays_away_ends_the_run(away, patience_s, error, batches, engine, quick_pauses):
     judge = Judge(away=away)
     case, _ = failed_run(
         engine, error, agent=HelloAgent(judge=judge), tasks=numbered(), num_iterations=9, failure_patience_s=patience_s
@@ -80,9 +78,7 @@ def test_a_judge_that_stays_away_ends_the_run(
 
 
 @pytest.mark.parametrize(("cancelled", "max_staleness"), [(True, 2), (False, 2), (True, 0)])
-async def test_a_run_that_ends_early_is_saved_where_it_stands(
-    cancelled: bool, max_staleness: int, engine: ScriptedEngine
-) -> None:
+async def test_a_run_that_ends_early_is_saved_where_it_stands(cancelled, max_staleness, engine):
     """It ends while the third batch is collected: the checkpoint is the second iteration's."""
     saved: list[LoopState] = []
     reached, dead = asyncio.Event(), threading.Event()

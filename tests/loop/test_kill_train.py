@@ -53,9 +53,7 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
         "learnable-2",
     ],
 )
-def test_tasks_are_trained_once_and_files_agree_after_each_end(
-    tmp_path: Path, trainer: str, max_staleness: int, planned: Any, flags: str
-) -> None:
+def test_tasks_are_trained_once_and_files_agree_after_each_end(tmp_path, trainer, max_staleness, planned, flags):
     """``python -m tests.programs.end_train`` has all pairs of a phase and a signal."""
     settings: dict[str, Any] = {"max_staleness": max_staleness, "trainer": trainer, "flags": flags}
     result = run(tmp_path, planned=planned, rng=random.Random(5), limit_s=600, **settings)

@@ -5,11 +5,8 @@ import threading
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from agl_slime.data import read
 from tests.harness.loop import HelloAgent, LoopCase
-from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import until
 
 LOOPS = {"loop", "runner", "data source"}
@@ -73,9 +70,7 @@ async def run_with(pulse: Pulse, case: LoopCase) -> None:
     case.check_ledger()
 
 
-async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(
-    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(engine, monkeypatch):
     """Nor does the conversion of a large trace."""
     pulse, together, convert = Pulse(), threading.Barrier(4), read.convert_rollout
     monkeypatch.setattr(read, "_HEAVY_TRACE_CHARS", 0)

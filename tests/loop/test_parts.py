@@ -62,9 +62,7 @@ def no_difficulty(rng: Any) -> dict[str, Any]:
     ],
     ids=["train", "package error", "sync", "tasks"],
 )
-def test_a_function_that_raises_ends_the_run_with_its_place_and_cause(
-    function: Any, error: Any, sentence: str, iterations: int, engine: ScriptedEngine
-) -> None:
+def test_a_function_that_raises_ends_the_run_with_its_place_and_cause(function, error, sentence, iterations, engine):
     case, _ = failed_run(engine, sentence, error=error, num_iterations=4, **function)
     assert len(case.recorder.metrics) == iterations
 

@@ -56,9 +56,7 @@ async def test_run_cut_between_training_and_checkpoint_trains_each_instance_once
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-async def test_a_batch_that_was_collected_and_not_trained_on_keeps_its_age(
-    tmp_path: Path, max_staleness: int, engine: ScriptedEngine
-) -> None:
+async def test_a_batch_that_was_collected_and_not_trained_on_keeps_its_age(tmp_path, max_staleness, engine):
     """The run ends between the two: the next one trains on that batch first, and not beside another."""
     settings = {"num_iterations": 6, "save_interval": 5, "max_staleness": max_staleness}
 

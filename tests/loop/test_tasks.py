@@ -137,9 +137,7 @@ def test_a_pipe_is_read_whole_and_once_by_all_who_read_its_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("flag", ["--tasks", "--config"])
-def test_silent_pipes_and_devices_are_refused_in_a_sentence(
-    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_pipes_and_devices_are_refused_in_a_sentence(flag, tmp_path, monkeypatch):
     monkeypatch.setattr("agl_slime.support.files.PIPE_SILENCE_S", 0.1)
     os.mkfifo(pipe := tmp_path / "pipe")
     silent = r"nothing was written to this pipe for 0\.1 s"

@@ -66,9 +66,7 @@ def ending_soon() -> Iterator[None]:
     value=st.sampled_from(VALUES),
 )
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_damage_causes_an_internal_error(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, name: str, damage: Any, value: Any
-) -> None:
+def test_no_damage_causes_an_internal_error(whole, tmp_path_factory, name, damage, value):
     run = shutil.copytree(whole, tmp_path_factory.mktemp("damaged") / "run")
     path = run / name
     if isinstance(damage, bytes):

@@ -106,9 +106,7 @@ def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12), st.booleans())
-def test_the_file_always_holds_each_iteration_once_in_order(
-    tmp_path_factory: pytest.TempPathFactory, iterations: list[int], resumed: bool
-) -> None:
+def test_the_file_always_holds_each_iteration_once_in_order(tmp_path_factory, iterations, resumed):
     """An append that is not after the last one is refused, and only a resume makes room for it."""
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     expected: list[int] = []

@@ -81,9 +81,7 @@ def run_with_spans(directory: Path) -> LoopCase:
 
 
 @pytest.mark.parametrize("with_messages", [False, True])
-def test_each_rollout_is_a_trace_with_its_reward_and_calls(
-    with_messages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rollout_is_a_trace_with_its_reward_and_calls(with_messages, tmp_path, monkeypatch):
     with receiver() as (url, requests):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", str(with_messages))
@@ -115,9 +113,7 @@ def test_each_rollout_is_a_trace_with_its_reward_and_calls(
     assert {event.reward for event in ended.values()} == {None, 0.5}
 
 
-def test_collector_that_does_not_answer_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_collector_that_does_not_answer_is_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # all spans leave at the end

@@ -206,9 +206,7 @@ def test_odd_addresses_get_a_page_that_says_so(page: Any, tmp_path: Path) -> Non
         ({"prompt_length": -1}, "different lengths"),
     ],
 )
-def test_damaged_token_arrays_are_named_as_such(
-    page: Any, tmp_path: Path, fields: dict[str, Any], sentence: str
-) -> None:
+def test_damaged_token_arrays_are_named_as_such(page, tmp_path, fields, sentence):
     run = write_run(tmp_path)
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if line["rollout_id"] == "ro-1-2"]

@@ -168,9 +168,7 @@ async def test_no_more_rollouts_are_in_flight_than_allowed() -> None:
 
 
 @pytest.mark.parametrize(("pause_s", "claims"), [(30.0, [2, 2]), (0.001, [1])])
-async def test_places_that_become_free_in_a_full_house_are_filled_together(
-    monkeypatch: pytest.MonkeyPatch, pause_s: float, claims: list[int]
-) -> None:
+async def test_places_that_become_free_in_a_full_house_are_filled_together(monkeypatch, pause_s, claims):
     monkeypatch.setattr(concurrent, "_FREE_PAUSE_S", pause_s)
     places = 2 * concurrent._FREE_SHARE
     ends: dict[int, asyncio.Event] = {}

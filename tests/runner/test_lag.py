@@ -122,9 +122,7 @@ async def imports(task: Any) -> float:
 
 
 @pytest.mark.parametrize("agent", [package_blocks(), FnAgent(imports)], ids=["package", "import"])
-async def test_imports_and_other_threads_are_not_blamed_on_the_agent(
-    agent: LitAgent[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_imports_and_other_threads_are_not_blamed_on_the_agent(agent, caplog, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [SlowImport(), *sys.meta_path])
     looked = threading.Event()
     look = lag.users_frame

@@ -177,9 +177,7 @@ class StandingAgent(EchoAgent):
         pytest.param(BacktrackingAgent(), "rollout()", 40.0, 22.0, marks=pytest.mark.slow),
     ],
 )
-async def test_a_worker_that_is_stuck_costs_the_rollout_that_stops_it(
-    agent: LitAgent[Any], place: str, stuck_after_s: float, timeout_s: float, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_that_is_stuck_costs_the_rollout_that_stops_it(agent, place, stuck_after_s, timeout_s, caplog):
     """Two such rollouts and one restart: the others are retried without an attempt left, the two are not."""
     tasks: list[dict[str, Any]] = [{"n": n} | ({"stuck": True} if n in (3, 5) else {}) for n in range(8)]
     store, ids = await prepared(tasks, max_attempts=1, timeout_seconds=timeout_s)
@@ -262,9 +260,7 @@ def main():
         (True, "if __name__ == '__main__': ", "RuntimeError: this agent needs a file that is not here"),
     ],
 )
-def test_workers_that_cannot_start_fail_the_start_at_once_with_the_reason(
-    tmp_path: Path, broken: bool, guard: str, in_worker: str
-) -> None:
+def test_workers_that_cannot_start_fail_the_start_at_once_with_the_reason(tmp_path, broken, guard, in_worker):
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT.format(broken=broken, guard=guard))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
@@ -294,9 +290,7 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
 
 
 @pytest.mark.ray
-async def test_a_runner_without_a_place_in_ray_is_named_and_the_others_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_runner_without_a_place_in_ray_is_named_and_the_others_work(monkeypatch, caplog):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr("agl_slime.runner.ray._PLACE_S", 0.5)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

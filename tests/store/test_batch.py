@@ -116,9 +116,7 @@ async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
     await asyncio.to_thread(restarted.stop)
 
 
-async def test_resources_are_fetched_once_in_a_while_and_by_all_together(
-    store: BridgeStore, remote: WorkerStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_resources_are_fetched_once_in_a_while_and_by_all_together(store, remote, monkeypatch):
     update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
     fetched: list[str] = []
     fetch = RemoteStore.get_resources_by_id

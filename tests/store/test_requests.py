@@ -166,9 +166,7 @@ async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypa
 
 
 @pytest.mark.parametrize("spans_of_a_call", [1, pytest.param(60_000, marks=pytest.mark.slow)])
-async def test_requests_are_served_while_a_large_batch_is_executed(
-    spans_of_a_call: int, monkeypatch: pytest.MonkeyPatch
-):
+async def test_requests_are_served_while_a_large_batch_is_executed(spans_of_a_call, monkeypatch):
     """Calls that name no attempt: each is refused, at the cost of reading its spans."""
     span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}
     span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}

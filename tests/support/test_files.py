@@ -45,9 +45,7 @@ def content(kind: str, target: Path) -> list[str]:
 
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_a_target_is_replaced_as_a_whole_or_not_at_all(
-    kind: str, durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_replaced_as_a_whole_or_not_at_all(kind, durable, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     target = tmp_path / "runs" / "step_1"
     with whole(kind, Path("runs/step_1"), durable=durable) as write:
@@ -70,9 +68,7 @@ def test_a_target_is_replaced_as_a_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_durable_writes_go_through_to_the_disk_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
-):
+def test_durable_writes_go_through_to_the_disk_before_the_rename(tmp_path, monkeypatch, durable):
     flushed: list[str] = []
 
     def fsync(descriptor: int) -> None:

@@ -255,9 +255,7 @@ MALFORMED = {
 
 # the engine is another process
 @pytest.mark.parametrize("url", ["buffer", "gateway", "view", "store"], indirect=True)
-async def test_malformed_http_is_a_line_of_the_log_and_no_traceback(
-    url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_malformed_http_is_a_line_of_the_log_and_no_traceback(url, request, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("uvicorn"), "handlers", [caplog.handler])  # its logger does not propagate
     caplog.set_level(logging.INFO)
     store = request.node.callspec.params["url"] == "store"

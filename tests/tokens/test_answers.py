@@ -70,9 +70,7 @@ def writable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @given(listed=calls, content=plain, reasoning=st.none() | texts)
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_rendered_answer_is_parsed_back(
-    kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, reasoning: str | None
-) -> None:
+def test_rendered_answer_is_parsed_back(kind, listed, content, reasoning):
     assume(writable(kind, listed))
     opening, closing = FORMATS[kind].thinking
     content, thought = content.strip(), (reasoning or "").strip()
@@ -96,9 +94,7 @@ def test_rendered_answer_is_parsed_back(
 @example(listed=[], content="", thought='<|end|>"<|"|>', closed=True)
 @given(listed=calls, content=texts, thought=texts, closed=st.booleans())
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
-def test_visible_text_is_a_prefix_of_the_whole(
-    kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, thought: str, closed: bool
-) -> None:
+def test_visible_text_is_a_prefix_of_the_whole(kind, listed, content, thought, closed):
     assume(writable(kind, listed))
     text = written(kind, listed, content, thought.strip() or None)
     text = text if closed else text.replace(FORMATS[kind].thinking[1], "", 1)

@@ -342,9 +342,7 @@ def test_answer_truncated_after_a_call_is_closed_as_the_template_does(rest: str)
         (SYSTEM_LAST, ["Rome."], RESULT, "user\n?<|im_end|>", ForkReason.TEMPLATE),
     ],
 )
-def test_a_fork_is_of_dropped_thinking_if_the_template_drops_any(
-    source: str, said: list[str], following: Any, kept: str, fork: ForkReason
-) -> None:
+def test_a_fork_is_of_dropped_thinking_if_the_template_drops_any(source, said, following, kept, fork):
     context, tokenizer = context_of(source, messages=[SYSTEM, *ASK], tools=TOOLS)
     for text in said:
         answer(context, tokenizer, text)
@@ -392,9 +390,7 @@ def test_answer_parts_are_in_the_fields_that_the_template_reads() -> None:
     assert in_fields(template_of(Ways(calls="one")), two) == {"role": "assistant", "content": two}
 
 
-def test_a_fork_of_dropped_thinking_names_the_argument_that_keeps_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_of_dropped_thinking_names_the_argument_that_keeps_it(caplog, monkeypatch):
     monkeypatch.setattr(forks, "_explained", set())
     source = (
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"

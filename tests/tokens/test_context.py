@@ -117,9 +117,7 @@ def test_white_space_and_empty_blocks_are_no_fork(text: str, options: dict[str, 
     assert not context.forks
 
 
-def test_fork_keeps_the_common_prefix_and_each_class_is_logged_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_keeps_the_common_prefix_and_each_class_is_logged_once(caplog, monkeypatch):
     """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as
     it was."""
     monkeypatch.setattr(forks, "_explained", set())
@@ -189,9 +187,7 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
         (-1, f"{COUNTED} But", False, COUNTED, ForkReason.BRANCH),
     ],
 )
-def test_edits_fork_and_keep_the_sampled_ids_before_them(
-    place: int, text: str, question: bool, kept_text: str | None, reason: ForkReason
-) -> None:
+def test_edits_fork_and_keep_the_sampled_ids_before_them(place, text, question, kept_text, reason):
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, COUNTED)
     context.messages[place]["content"] = text

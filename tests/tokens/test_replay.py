@@ -247,9 +247,7 @@ def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
     name=st.text(max_size=20),
 )
 @settings(max_examples=examples(60), deadline=None)
-def test_samples_are_the_same_by_file_and_by_span(
-    turns: list[Turn], rng: random.Random, limit: int, name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_samples_are_the_same_by_file_and_by_span(turns, rng, limit, name, tmp_path_factory):
     turns = with_arrays(turns, rng)
     directory = tmp_path_factory.mktemp("replay")
     rollout_id = f"ro-{name}".encode(errors="replace").decode()

@@ -143,9 +143,7 @@ def test_two_controllers_with_names_share_a_run(store: BridgeStore, tmp_path: Pa
 @pytest.mark.parametrize(
     ("rollouts", "kills", "train_kills", "outside"), [(40, 4, 0, False), (64, 0, 2, False), (64, 0, 2, True)]
 )
-def test_killed_controllers_agents_and_runs_lose_and_repeat_no_rollout(
-    tmp_path: Path, rollouts: int, kills: int, train_kills: int, outside: bool
-) -> None:
+def test_killed_controllers_agents_and_runs_lose_and_repeat_no_rollout(tmp_path, rollouts, kills, train_kills, outside):
     """``outside``: the controller was started by hand and outlives the run; agents that it runs then are of no
     rollout."""
     from tests.programs.kill_controller import run

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -114,9 +113,7 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
         ("never_ends", [410, 409], "timeout"),
     ],
 )
-def test_agent_fault_fails_its_rollout_only_with_one_outcome(
-    fault: str, refused: list[int], failure: str | None, tmp_path: Path
-) -> None:
+def test_agent_fault_fails_its_rollout_only_with_one_outcome(fault, refused, failure, tmp_path):
     small_tokenizer().save_pretrained(tmp_path)
     plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
     options: dict[str, Any] = {"rollout_batch_size": 1, "n_samples_per_prompt": 4}
@@ -136,9 +133,7 @@ def test_agent_fault_fails_its_rollout_only_with_one_outcome(
         assert [sample.reward for sample in group] == [1.0] * (4 if failure is None else 3)
 
 
-def test_missing_controller_is_warned_about_once_with_the_fix(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_controller_is_warned_about_once_with_the_fix(monkeypatch, caplog):
     monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)
     monkeypatch.setattr(controllers, "_POLL_S", 0.005)
     looks = Countdown(100)

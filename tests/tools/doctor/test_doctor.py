@@ -39,14 +39,7 @@ def test_a_machine_that_can_train_has_nothing_that_fails() -> None:
         ("agentlightning", None, "Agent Lightning", 'pip install "agentlightning>=0.3,<1"'),
     ],
 )
-def test_missing_prerequisite_fails_with_the_fix(
-    package: str,
-    version: str | None,
-    name: str,
-    fix: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_missing_prerequisite_fails_with_the_fix(package, version, name, fix, monkeypatch, capsys):
     version_of = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda module: version if module == package else version_of(module))
     assert main(["doctor"]) == 1

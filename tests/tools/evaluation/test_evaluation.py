@@ -52,9 +52,7 @@ def picky(tmp_path: Path) -> dict[str, Any]:
     return {"agent": f"{tmp_path / 'agents.py'}:Picky", "tasks": tmp_path / "tasks.jsonl"}
 
 
-def test_evaluation_report_follows_from_samples_and_separates_failures(
-    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_evaluation_report_follows_from_samples_and_separates_failures(picky, policy_dir, embedded_engine, tmp_path):
     """A second evaluation after a torn line repeats no sample; a password of the address is nowhere written."""
     url = embedded_engine.replace("//", "//me:pa55@")
     settings: dict[str, Any] = {"k": 2, "output_dir": tmp_path / "out", **picky}
@@ -89,9 +87,7 @@ def test_evaluation_report_follows_from_samples_and_separates_failures(
         evaluate(policy_dir, sglang_url=url, **settings)
 
 
-def test_equal_tasks_are_one_task_and_samples_have_seeds_of_their_own(
-    picky: dict[str, Any], policy_dir: Path, tmp_path: Path
-) -> None:
+def test_equal_tasks_are_one_task_and_samples_have_seeds_of_their_own(picky, policy_dir, tmp_path):
     """Also the samples that a second command takes; with another seed of the run they are others."""
     picky["tasks"].write_text("".join(f'{{"key": "kz", "answer": "72", "n": {n % 3}}}\n' for n in range(12)))
     with in_thread(ScriptedEngine(vocab_size=460)) as engine:
@@ -126,9 +122,7 @@ class Judged(LookupAgent):
 """
 
 
-def test_a_changed_reward_or_template_is_another_evaluation(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_reward_or_template_is_another_evaluation(policy_dir, embedded_engine, tmp_path, monkeypatch):
     """The same command each time; the reward's function stands in a file that the agent's imports."""
     agent, judging, model = tmp_path / "judged.py", tmp_path / "judging.py", tmp_path / "model"
     agent.write_text(JUDGED)
@@ -162,9 +156,7 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     assert command()[2] == 4
 
 
-async def test_evaluation_uses_the_runs_template_arguments_and_sampling(
-    policy_dir: Path, tmp_path: Path, picky: dict[str, Any]
-) -> None:
+async def test_evaluation_uses_the_runs_template_arguments_and_sampling(policy_dir, tmp_path, picky):
     shutil.copytree(policy_dir, tmp_path / "run" / "model")
     settings = {"chat_template_kwargs": '{"preserve_thinking": true}', "later_systems": "first"}
     settings |= {"eval_sampling": '{"temperature": 0, "max_new_tokens": 9}'}
@@ -175,9 +167,7 @@ async def test_evaluation_uses_the_runs_template_arguments_and_sampling(
         assert ready.sampling == {"temperature": 0, "max_new_tokens": 9}
 
 
-def test_an_evaluation_without_a_reward_or_a_task_fails(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path, picky: dict[str, Any]
-) -> None:
+def test_an_evaluation_without_a_reward_or_a_task_fails(policy_dir, embedded_engine, tmp_path, picky):
     (tmp_path / "tasks.jsonl").write_text('{"key": "kz", "answer": "72", "n": 3}\n' * 2)
     settings = {"sglang_url": embedded_engine, "output_dir": tmp_path / "out"}
     with pytest.raises(LoopError, match="all 2 samples failed, most with ValueError"):

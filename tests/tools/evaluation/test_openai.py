@@ -70,9 +70,7 @@ def reply(body: dict[str, Any]) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "one", "type": "function", "function": call}]}
 
 
-def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
+def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(policy_dir, embedded_engine, tmp_path):
     settings: dict[str, Any] = {"temperature": 0.0, "n_tasks": 8, "k": 2, "output_dir": tmp_path / "out"}
     llm = LLM(endpoint=embedded_engine, model=str(policy_dir), sampling_parameters={"temperature": 0.0})
     with RecordGateway(directory=tmp_path, llm=llm) as gateway:
@@ -88,9 +86,7 @@ def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(
     assert report["difference"]["reward"]["mean"] == 0
 
 
-def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(
-    counting: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(counting, tmp_path, monkeypatch):
     monkeypatch.setenv("PEER_KEY", "of the peer")
     with serving(reply) as server:
         report, text = evaluate(

@@ -298,9 +298,7 @@ async def diagnose_run(run: Path, url: str) -> tuple[Diagnosis, str]:
 
 
 @pytest.mark.slow
-async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
-    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
-):
+async def test_a_run_is_diagnosed_from_its_files_and_its_engine(bench, policy_dir, embedded_engine, tmp_path):
     """Without the system message, its end mark and line end; and with later weights than the engine's."""
     samples, mark = sample_rollouts(bench.model(BASE), bench.tokenizer), bench.tokenizer.eos_token_id
     bare = replace(bench, samples=samples).scored(

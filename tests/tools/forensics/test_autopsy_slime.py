@@ -56,9 +56,7 @@ def test_a_clean_dump_of_slimes_has_no_cause(bench: Bench, routed: Bench, tmp_pa
         assert {name: nats < 1e-4 for name, nats in diagnosis.differences.items()} == {"sampler": True, "trainer": True}
 
 
-def test_faults_in_slimes_dumps_are_named_first(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_in_slimes_dumps_are_named_first(bench, tmp_path, capsys):
     cooler = sample_rollouts(bench.model(), bench.tokenizer, temperature=0.7)
     late = sample_rollouts(bench.model(OLD), bench.tokenizer)
     for samples, fault, config in (
@@ -84,9 +82,7 @@ def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: Bench, tmp_p
     assert diagnosis.sentence.startswith(sentence), diagnosis
 
 
-def test_a_dump_is_measured_on_a_running_engine(
-    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_dump_is_measured_on_a_running_engine(bench, policy_dir, embedded_engine, tmp_path, capsys):
     samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
     write_dump(tmp_path, 7, [slime_sample(sample) for sample in samples])
     main([str(tmp_path), "--step", "7", "--model", str(policy_dir), "--sglang-url", embedded_engine, "--", "--lr", "1"])

@@ -81,9 +81,7 @@ def rows(draw: Any) -> list[TrainedRow]:
 
 @settings(max_examples=examples(50), deadline=None)
 @given(rows(), st.floats(0.5, 1), st.floats(0.5, 1), st.floats(0, 0.5), st.booleans())
-def test_advantages_equal_the_formula_of_each_estimator(
-    made: list[TrainedRow], gamma: float, lambd: float, kl_coef: float, whiten: bool
-) -> None:
+def test_advantages_equal_the_formula_of_each_estimator(made, gamma, lambd, kl_coef, whiten):
     rewards = [0.5 * place - 0.25 for place in range(len(made))]
     expected: dict[str, list[np.ndarray]] = {"grpo": [], "reinforce_plus_plus": [], "ppo": []}
     expected["reinforce_plus_plus_baseline"] = []

@@ -102,9 +102,7 @@ CHANGES: list[tuple[dict[str, Any], Callable[[Batch], None] | None, dict[str, An
 
 
 @pytest.mark.parametrize(("flags", "change", "settings"), CHANGES)
-def test_a_changed_step_equals_training_with_the_change(
-    run: Path, policy: Path, tmp_path: Path, flags: Any, change: Any, settings: Any
-):
+def test_a_changed_step_equals_training_with_the_change(run, policy, tmp_path, flags, change, settings):
     (tmp_path / "mine.py").write_text("def last(line):\n    return int(line['rollout_id'][-1]) / 2\n")
     if "reward" in flags:
         flags = {"reward": f"{tmp_path}/{flags['reward']}"}

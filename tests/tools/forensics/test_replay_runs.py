@@ -1,10 +1,7 @@
 """``agl-slime replay`` on runs of the tiny policy: each step from files is the recorded one."""
 
 import json
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from agl_slime.tools.forensics.replay import main, replay
 from agl_slime.tools.forensics.steps import ReplayConfig
@@ -16,9 +13,7 @@ pytestmark = needs_torch
 FEW: dict[str, Any] = {"rollout_batch_size": 2, "autopsy": 0, "keep_rollouts": "all"}
 
 
-def test_a_step_of_a_run_is_retrained_with_another_reward(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_step_of_a_run_is_retrained_with_another_reward(policy_dir, embedded_engine, tmp_path, capsys):
     """New rewards differ between rollouts, so that the gradient changes whatever was sampled; the loss is 0 where all
     answers have one length. The run's learning rate follows from the model's size."""
     run = run_of(tmp_path / "run", policy_dir, embedded_engine, num_iterations=2, **FEW)

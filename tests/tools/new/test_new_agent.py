@@ -22,9 +22,7 @@ def test_the_written_agent_loads_and_its_own_tests_pass(tmp_path: Path, monkeypa
     assert type(load_agent(f"{tmp_path}/mine/agent.py:MyAgent")).__name__ == "MyAgent"
 
 
-def test_a_used_directory_and_an_agent_without_demonstrations_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_used_directory_and_an_agent_without_demonstrations_are_refused(tmp_path, capsys):
     assert main(["new", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == []
     assert f"{tmp_path} exists: name a new directory" in capsys.readouterr().err

@@ -240,9 +240,7 @@ _TASKS = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.
 
 
 @given(task=_TASKS, rewards=_REWARDS, tail=st.binary(max_size=9))
-def test_a_torn_line_loses_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, task: Any, rewards: list[Any], tail: bytes
-) -> None:
+def test_a_torn_line_loses_nothing_else(tmp_path_factory, task, rewards, tail):
     file = RolloutFile(tmp_path_factory.mktemp("recorded"), "ro-1")
     file.create(task=task, metadata={"half an emoji": "\ud83d"}, time=1.0)
     for reward in rewards:

@@ -253,9 +253,7 @@ FIELD = st.one_of(
     changes=st.dictionaries(st.sampled_from(sorted(a_sample(0, group=0))), FIELD, max_size=4), metadata=st.booleans()
 )
 @example(changes={"reward": 10**400, "prompt": [{"role": "user", "content": [{"type": 10**400}]}]}, metadata=False)
-def test_whatever_fields_hold_the_other_samples_are_shown(
-    tmp_path_factory: Any, changes: dict[str, Any], metadata: bool
-) -> None:
+def test_whatever_fields_hold_the_other_samples_are_shown(tmp_path_factory, changes, metadata):
     path = tmp_path_factory.mktemp("run")
     if metadata and "metadata" not in changes:
         changes["metadata"] = {"weight_spans": [["1", -5, 99]], "turn_spans": 3, "tools": {"calls": []}}

@@ -79,9 +79,7 @@ def test_the_task_is_chosen_by_its_number(policy_dir: Path, embedded_engine: str
         attempt(agent, 0)
 
 
-def test_a_failure_names_the_line_of_the_agent(
-    policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_names_the_line_of_the_agent(policy_dir, embedded_engine, agent, tmp_path, capsys):
     flags = ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(policy_dir), "--sglang-url", embedded_engine]
     assert main(["try", str(tmp_path / "mine.py"), "--task", "2", *flags]) == 1  # the file's only agent
     output = capsys.readouterr()

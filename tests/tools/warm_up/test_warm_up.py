@@ -42,9 +42,7 @@ def warm_up(rows: list[Any], policy: Path, directory: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize("flags", [("--lr", "2e-3"), ("--lora-rank", "8", "--lr", "5e-3")])
-def test_the_answers_become_likelier(
-    flags: tuple[str, ...], policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answers_become_likelier(flags, policy_dir, tmp_path, capsys):
     if "--lora-rank" in flags:
         pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[lora]"')
     assert warm_up(conversations(60), policy_dir, tmp_path, *flags, "--epochs", "2") == 0
@@ -72,9 +70,7 @@ TURN = {"role": "assistant", "content": "72"}
         ({"messages": [TURN]}, ("--held-out", "1"), "--held-out must be at least 0 and below 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(
-    row: dict[str, Any], flags: tuple[str, ...], message: str, policy_dir: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_cannot_be_read_is_named(row, flags, message, policy_dir, tmp_path, capsys):
     assert warm_up([row], policy_dir, tmp_path, *flags) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "warm").exists()

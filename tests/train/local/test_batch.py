@@ -178,9 +178,7 @@ def test_minibatches_hold_every_sample_once_and_whole_rollouts(batch: TrainBatch
 
 
 @given(batch=batches(), max_tokens=st.integers(1, 60), sharing=st.booleans(), data=st.data())
-def test_microbatches_hold_every_token_under_the_mask_once(
-    batch: TrainBatch, max_tokens: int, sharing: bool, data: st.DataObject
-):
+def test_microbatches_hold_every_token_under_the_mask_once(batch, max_tokens, sharing, data):
     chosen = data.draw(st.sets(st.integers(0, batch.n_samples - 1)))
     micros = list(make_microbatches(batch, sorted(chosen), max_tokens=max_tokens, sharing=sharing))
     flat = np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in range(batch.n_samples)])

@@ -18,9 +18,7 @@ from tests.harness.trainer_policy import make_model, save_policy  # noqa: E402
 from tests.harness.trainers import flat, trainer, weights  # noqa: E402
 
 
-def test_weights_replace_former_ones_beside_the_files_of_their_source(
-    policy: Path, samples: list[Sample], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_weights_replace_former_ones_beside_the_files_of_their_source(policy, samples, tmp_path, capfd):
     """Files about the source's making are not copied, and nothing is printed."""
     source = Path(shutil.copytree(policy, tmp_path / "source"))
     for name in ("agl_slime_policy.json", "model.safetensors.index.json"):

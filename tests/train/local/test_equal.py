@@ -199,9 +199,7 @@ def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: P
 
 
 @pytest.mark.parametrize("aggregation", ["token", "rollout"])
-def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(
-    policy: Path, samples: list[Sample], aggregation: str
-):
+def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(policy, samples, aggregation):
     # With a vanishing learning rate all minibatches see the same weights.
     minibatches = gradients(policy, samples, aggregation=aggregation, n_minibatches=5, lr=1e-30)
     assert len(minibatches) == 5

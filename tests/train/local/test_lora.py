@@ -111,9 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tied", "settings"), CASES, ids=str)
-def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
-    tied: bool, settings: dict[str, Any], samples: list[Sample], tmp_path: Path
-) -> None:
+def test_lora_targets_load_as_trained_or_are_refused_at_the_start(tied, settings, samples, tmp_path):
     source, targets = save_policy(tmp_path / "source", tied=tied), settings.get("lora_targets", ())
     if targets == ("lm_head",) or (tied and {"lm_head", "embed_tokens"} & {*targets}):
         with pytest.raises(ConfigError, match=r"lora_targets is .*(same weights|output layer alone)"):

@@ -105,9 +105,7 @@ def test_weights_of_tokens_sum_to_one_per_minibatch(aggregation: Literal["token"
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize(("now", "old"), [(-1.0, -120.0), (-120.0, -1.0)])
 @pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
-def test_a_log_prob_far_from_the_engines_is_bounded_and_counted(
-    advantage: float, now: float, old: float, off_policy: str
-) -> None:
+def test_a_log_prob_far_from_the_engines_is_bounded_and_counted(advantage, now, old, off_policy):
     log_probs = torch.tensor([old, -2.0])
     objective = Objective(
         settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy),  # type: ignore[arg-type]

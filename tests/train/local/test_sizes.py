@@ -54,9 +54,7 @@ def body_calls(ours: LocalTrainer) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_uneven_samples_have_the_log_probs_of_the_whole_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uneven_samples_have_the_log_probs_of_the_whole_model(name, tmp_path, monkeypatch):
     settings, packed = MODELS[name]
     config = transformers.AutoConfig.for_model(name, **settings)
     torch.manual_seed(0)

@@ -43,9 +43,7 @@ def test_workers_of_the_managers_process_run_its_agent(tmp_path: Path):
         check(source.get_samples(2))
 
 
-def test_a_controller_finds_the_rollouts_of_the_managers_process(
-    served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_controller_finds_the_rollouts_of_the_managers_process(served, monkeypatch):
     """The test plays the controller; a failed rollout has its group replaced."""
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     args = args_for(agl_agent="an:Agent", agl_controller_port=(port := free_port()), **served)

@@ -55,9 +55,7 @@ def started(shape: str, monkeypatch: pytest.MonkeyPatch, file: Path, **changed: 
 
 
 @pytest.mark.parametrize("shape", driver.SHAPES)
-def test_the_calls_come_in_the_order_of_slimes_own_driver(
-    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_calls_come_in_the_order_of_slimes_own_driver(shape, ray, monkeypatch, tmp_path):
     trainer = started(shape, monkeypatch, tmp_path / "calls")
     first = 8 if shape == "main" else 1
     assert trainer.updates == first  # the version that the engines have
@@ -72,9 +70,7 @@ def test_the_calls_come_in_the_order_of_slimes_own_driver(
 
 
 @pytest.mark.parametrize("shape", driver.SHAPES)
-def test_offloaded_engines_are_woken_around_the_update(
-    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_offloaded_engines_are_woken_around_the_update(shape, ray, monkeypatch, tmp_path):
     trainer = started(shape, monkeypatch, tmp_path / "calls", offload_rollout=True, num_rollout=3)
     trainer.train(0)
     trainer.update_weights()
@@ -89,9 +85,7 @@ def test_offloaded_engines_are_woken_around_the_update(
 
 
 @pytest.mark.parametrize("shape", driver.SHAPES)
-def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(
-    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(shape, ray, monkeypatch, tmp_path):
     for transport, tokens in (("straw", 3), ("nixl", None)):
         trainer = started(shape, monkeypatch, tmp_path / transport, rollout_data_transport=transport)
         assert trainer.train(0) == tokens

@@ -48,9 +48,7 @@ def run(trainer: SlimeTrainer) -> None:
 
 
 @pytest.mark.parametrize(("shape", "crash"), PHASES)
-def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(
-    shape: str, crash: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(shape, crash, ray, monkeypatch, tmp_path):
     use(shape, monkeypatch)
     args = driver.driver_args(tmp_path / "calls", crash=crash)
     trainer = SlimeTrainer(args=args)
@@ -83,9 +81,7 @@ def placed() -> list[str]:
 
 
 @pytest.mark.parametrize("shape", driver.SHAPES)
-def test_a_driver_that_is_killed_leaves_nothing_or_the_next_one_ends_it(
-    shape: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_driver_that_is_killed_leaves_nothing_or_the_next_one_ends_it(shape, ray, monkeypatch, tmp_path):
     args = driver.driver_args(tmp_path / "calls")
     command = [sys.executable, "-m", "tests.programs.slime.killed", shape, args.calls]
     environment = {**ENVIRONMENT, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -42,9 +42,7 @@ def batch_of(args: Namespace, step: int, source: AGLDataSource) -> list[list[Sam
     return slime_hooks.generate_rollout(args, step, source).samples  # type: ignore[union-attr]
 
 
-async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
-    served: tuple[BridgeStore, str], tmp_path: Path
-):
+async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(served, tmp_path):
     store, url = served
     await roll_out(store, 9)
     args = straw(tmp_path, url)
@@ -64,9 +62,7 @@ async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
     source.stop()
 
 
-async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(
-    served: tuple[BridgeStore, str], tmp_path: Path
-):
+async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(served, tmp_path):
     store, url = served
     await roll_out(store, 6)
     args = straw(tmp_path / "pool", url, save=str(tmp_path), load=str(tmp_path))
@@ -136,9 +132,7 @@ async def test_rollout_cancelled_before_it_is_enqueued_ends_cancelled():
     assert isinstance(sample, Sample)
 
 
-async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store(
-    served: tuple[BridgeStore, str], tmp_path: Path
-):
+async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store(served, tmp_path):
     """The manager that enqueues them is killed: the next one runs none of them again, and trains on each once."""
     store, url = served
     args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 20), rollout_batch_size=3)
@@ -172,9 +166,7 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
     source.close()
 
 
-async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
-    served: tuple[BridgeStore, str], tmp_path: Path
-):
+async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(served, tmp_path):
     store, url = served
     args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 9))
     source = AGLDataSource(args)

@@ -112,9 +112,7 @@ TOOLS = {"prompt": QUESTION, "tools": json.dumps([WEATHER])}
         (jsonl, {**TOOLS, "tools": [WEATHER]}, "prompt", None, {}),
     ],
 )
-def test_rows_of_slimes_examples(
-    write: Any, row: Any, input_key: str, label_key: str | None, expected: dict[str, Any], tmp_path: Path
-):
+def test_rows_of_slimes_examples(write, row, input_key, label_key, expected, tmp_path):
     keys = {"tool_key": "tools", "metadata_key": "metadata", "label_key": label_key}
     (task,) = read(write(tmp_path / f"rows.{write.__name__}", row), input_key=input_key, **keys)
     expected = {name: value for name, value in {**row, **expected}.items() if value is not None}
@@ -225,9 +223,7 @@ REWARD, AGENTS = "agl_slime.slime_hooks.reward_of_agent", "agl_slime.slime_hooks
         ({"key_of_tomorrow": 0}, {}, True, False),
     ],
 )
-def test_a_key_of_an_evaluation_set_without_effect_is_refused(
-    keys: dict[str, Any], flags: dict[str, Any], ours: bool, generate: bool
-):
+def test_a_key_of_an_evaluation_set_without_effect_is_refused(keys, flags, ours, generate):
     args = Namespace(eval_datasets=[Namespace(name="aime", path="none.jsonl", **keys)], **flags)
     key, value = next(iter(keys.items()))
     named = f"evaluation data set aime: {key} {value!r} has no effect"

@@ -232,9 +232,7 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         *(("group_max_retries", 2), ("group_timeout_s", 60)),
     ],
 )
-async def test_data_source_settings_are_refused_where_slime_groups_prompts(
-    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_data_source_settings_are_refused_where_slime_groups_prompts(name, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("t.jsonl").write_text('{"prompt": "x"}\n')
     args = args_for(agl_agent=AGENT, **{f"agl_{name}": value})

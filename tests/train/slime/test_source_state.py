@@ -135,9 +135,7 @@ async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("batches", [2, 3, 6])
 @pytest.mark.parametrize("saves", [True, False])
-async def test_a_checkpoint_of_the_model_finds_the_state_after_its_batch(
-    saves: bool, batches: int, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_of_the_model_finds_the_state_after_its_batch(saves, batches, tmp_path):
     """slime saves the model first, and ``train_async.py`` both once the next batch is delivered: with ``saves`` after
     step 1's, or it is killed between the two."""
     store = BridgeStore()
