@@ -27,8 +27,8 @@ from agl_slime.events import (
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, RunDir, StandardReporters, TensorBoardWriter, open_run_dir, read_metrics
 from agl_slime.report.files import cut
-from agl_slime.report.records import broken_lines
 from agl_slime.report.summary import ModelOfRun
+from agl_slime.tools.audit.readers import broken_lines
 from tests.report.cases import METRICS, row
 
 

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.records import (
-    SHAPES,
-    Line,
-    broken_lines,
-    changed_files,
-    read_database,
-    read_lines,
-    read_object,
-)
+from agl_slime.report.records import SHAPES, Line, read_lines, read_object
 from agl_slime.tools.audit.figures import group_metrics, recompute_digest, same, scores_of, start_versions
+from agl_slime.tools.audit.readers import broken_lines, changed_files, read_database
 from agl_slime.tools.audit.weights import missing_checkpoints, model_findings, steps_of
 
 MOST_TURNS = 200  # of a kept rollout

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.records import CHECKSUMS, read_object, read_regular
+from agl_slime.report.records import read_object, read_regular
+from agl_slime.tools.audit.readers import CHECKSUMS
 
 KEPT = 2  # newest checkpoints; older ones are removed
 _ABOUT = "agl_slime_model.json"
