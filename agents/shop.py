@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 _ITEMS = "apple book chair clock cup hat knife lamp map pen ring rope shoe spoon table violin"
 ITEMS = _ITEMS.split()

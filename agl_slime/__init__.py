@@ -24,14 +24,14 @@ _HOME = {
     "MultiTurnScheduler": "agl_slime.agent.scheduler",
     "OnlineRLLoop": "agl_slime.loop.online",
     "RolloutSession": "agl_slime.agent.session",
-    "RunnerThread": "agl_slime.runner.thread",
+    "RunnerThread": "agl_slime.runner.concurrent",
     "SGLangClient": "agl_slime.engine.client.client",
     "SGLangLitAgent": "agl_slime.agent.agent",
     "Sample": "agl_slime.types",
     "SamplingParams": "agl_slime.engine.client.generation",
     "SlimeAlgorithm": "agl_slime.cli.algorithm",
     "ToolManager": "agl_slime.agent.tools",
-    "Trajectory": "agl_slime.tokens.trajectory",
+    "Trajectory": "agl_slime.tokens.turn",
     "load_environment": "agl_slime.environments.environment",
     "register_scheduler": "agl_slime.agent.scheduler",
     "rollout_to_sample": "agl_slime.tokens.converter",
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from agl_slime.loop.online import OnlineRLLoop as OnlineRLLoop
     from agl_slime.loop.settings import LoopSettings as LoopSettings
     from agl_slime.runner.concurrent import ConcurrentRunner as ConcurrentRunner
-    from agl_slime.runner.thread import RunnerThread as RunnerThread
+    from agl_slime.runner.concurrent import RunnerThread as RunnerThread
     from agl_slime.store.bridge import BridgeStore as BridgeStore
     from agl_slime.tokens.converter import rollout_to_sample as rollout_to_sample
     from agl_slime.tokens.converter import rollout_to_samples as rollout_to_samples
-    from agl_slime.tokens.trajectory import Trajectory as Trajectory
+    from agl_slime.tokens.turn import Trajectory as Trajectory
     from agl_slime.train.slime.source import AGLDataSource as AGLDataSource
     from agl_slime.types import Sample as Sample
 

@@ -41,9 +41,8 @@ def main() -> int:
 async def measure(count: int, in_flight: int) -> tuple[list[list[str]], int]:
     from opentelemetry import trace
 
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
 

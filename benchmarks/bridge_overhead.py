@@ -124,9 +124,8 @@ def ours(engine: str, _: str, groups: int, steps: int) -> dict[str, Any]:
 async def run_ours(engine: str, groups: int, steps: int) -> dict[str, Any]:
     from agl_slime import AGLDataSource
     from agl_slime.data.source import DataSourceSettings
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
 
     configure_worker_process()  # as the command line does

@@ -145,9 +145,8 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
 
     from agl_slime.agent.access import EngineAccess
     from agl_slime.gateway.server import Gateway
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore, Retention
     from agl_slime.support.agl import ProxyLLM
     from benchmarks.common import Stopwatch, llm_resources, tokenizer

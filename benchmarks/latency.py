@@ -68,9 +68,8 @@ def main() -> int:
 async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, list[float], float]]:
     from agl_slime import AGLDataSource
     from agl_slime.data.source import DataSourceSettings
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore, Retention
     from agl_slime.support.agl import LLM
     from benchmarks.work import TurnAgent

@@ -13,7 +13,7 @@ from typing import Any
 
 from agl_slime import RolloutSession, SGLangLitAgent
 from agl_slime.cli.demo.formats import Demonstration, LookupDemonstrations
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 PROMPTS = 8  # of an iteration
 REFUSAL = "I am sorry, I cannot help with that."

@@ -22,8 +22,7 @@ from agl_slime.engine.client.generation import PartRequest, SamplingParams, pars
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.replay import file_replay, remove_replay
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.train.slime.replay import with_tensors
 
 

@@ -59,9 +59,8 @@ def main() -> int:
 async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
     from agl_slime import AGLDataSource
     from agl_slime.data.source import DataSourceSettings
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM
     from benchmarks.common import requests

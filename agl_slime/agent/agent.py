@@ -41,7 +41,7 @@ from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.reward import check_reward, split_missing
 from agl_slime.tokens.tokenizer import ChatTokenizer, check_template_kwargs, has_chat_template
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 logger = logging.getLogger(__name__)
 

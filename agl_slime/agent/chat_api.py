@@ -3,16 +3,15 @@ scored and compared but never trained on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings, HttpTransport
-from agl_slime.errors import ConfigError, EngineError
+from agl_slime.errors import ConfigError
 from agl_slime.support.net import shown_url
 
 DEFAULT_KEY = "OPENAI_API_KEY"
@@ -69,24 +68,3 @@ class ChatApi:
         return HttpTransport(
             base_url=f"{address.scheme}://{address.netloc}", settings=ClientSettings(api_key=self.api_key or None)
         )
-
-
-async def find_chat_api(url: str, *, model: str | None, key_env: str) -> ChatApi:
-    """``model`` at ``url``; without a name the server's only model. Raises ``ConfigError``."""
-    key = os.environ.get(key_env)
-    if key is None and key_env != DEFAULT_KEY:
-        raise ConfigError(f"--openai-key-env {key_env}: this environment variable is not set")
-    api = ChatApi(url=url, model=model or "", api_key=key)
-    if model is not None:
-        return api
-    flag = f"--openai-url {shown_url(url)}"
-    try:
-        names = await api.models()
-    except EngineError as error:
-        raise ConfigError(f"{flag} does not list its models ({error}); give --openai-model") from error
-    finally:
-        await api.aclose()
-    if len(names) != 1:
-        listed = ", ".join(names[:5]) or "none"
-        raise ConfigError(f"{flag} has {len(names)} models ({listed}); name one with --openai-model")
-    return replace(api, model=names[0])

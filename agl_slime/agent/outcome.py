@@ -27,8 +27,7 @@ from agl_slime.errors import ConfigError, RewardError
 from agl_slime.support.ranges import takes
 from agl_slime.support.registry import Registry
 from agl_slime.support.threads import call_user_code
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 
 LossScale: TypeAlias = Literal["default", "last_round"] | Callable[[list[dict[str, Any]], int, int], float]
 

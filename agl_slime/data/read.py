@@ -20,7 +20,7 @@ from agl_slime.tokens.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, 
 from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.reward import read_reward
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 logger = logging.getLogger(__name__)
 

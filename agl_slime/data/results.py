@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Messages, Turn
+from agl_slime.tokens.turn import Messages, Trajectory, Turn
 from agl_slime.types import Sample
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import

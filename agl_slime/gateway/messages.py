@@ -42,9 +42,9 @@ FILE_KINDS = frozenset(("file", "input_file"))
 """Parts with a file, of chat completions and of responses."""
 _CHARSETS = frozenset(("charset=utf-8", "charset=us-ascii"))
 
-_LISTS = ("messages", "input")
-_PARTS = ("content", "output")
-_SHOWS = (None, "user", "tool")
+_MESSAGE_LISTS = ("messages", "input")
+_PART_LISTS = ("content", "output")
+_ROLES_WITH_IMAGES = (None, "user", "tool")
 
 
 def read_messages(messages: Any) -> list[Message]:
@@ -262,7 +262,7 @@ async def marked_body(
     images: dict[str, Image] = {}
     if b"image" not in raw:
         return body, images
-    for name in _LISTS:
+    for name in _MESSAGE_LISTS:
         if isinstance(items := body.get(name), list):
             marked = [await _marked(item, f"{name}[{n}]", images, settings) for n, item in enumerate(items)]
             body = {**body, name: marked}
@@ -273,19 +273,19 @@ async def _marked(item: Any, param: str, images: dict[str, Image], settings: Ima
     """A message, a part or a tool's result, with marks for images."""
     if not isinstance(item, Mapping):
         return item
-    for name in _PARTS:
+    for name in _PART_LISTS:
         content = item.get(name)
         if not isinstance(content, list):
             continue
-        if any(map(is_image, content)) and item.get("role") not in _SHOWS:
+        if any(map(is_image, content)) and item.get("role") not in _ROLES_WITH_IMAGES:
             message = f"{param}.{name}: a message of role {item.get('role')!r:.40} shows an image"
             raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=param)
-        marked = [await _part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)]
+        marked = [await _marked_part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)]
         item = {**item, name: marked}
     return item
 
 
-async def _part(part: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
+async def _marked_part(part: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
     if not is_image(part):
         return await _marked(part, param, images, settings)  # Anthropic's tool results have parts
     try:

@@ -138,7 +138,7 @@ def make_runners(
     if agent is None:
         raise ConfigError(f"runners {plan}: there is no agent for them to run")
     if plan.kind == "inproc":
-        from agl_slime.runner.thread import RunnerThread
+        from agl_slime.runner.concurrent import RunnerThread
 
         return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
     if plan.kind == "process":

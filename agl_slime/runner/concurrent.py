@@ -1,7 +1,8 @@
 """``ConcurrentRunner``: many concurrent rollouts in one process.
 
 It reuses Agent Lightning's step (resources, hooks, tracing, result handling) and replaces the loop around it: it claims
-rollouts up to its limit and runs each as an asyncio task. Agents need no change.
+rollouts up to its limit and runs each as an asyncio task. Agents need no change. ``RunnerThread`` runs it in a thread
+of this process, with an event loop of its own.
 """
 
 from __future__ import annotations
@@ -11,21 +12,32 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from agl_slime.agent.agent import SGLangLitAgent
-from agl_slime.runner.base import FinishedListener, RunnerSettings
+from agl_slime.errors import LoopError
+from agl_slime.runner.base import FinishedListener, RunnerPool, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.process import freeze_gc
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.client import listen_for_ends
 from agl_slime.store.recording import current_recording
-from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
+from agl_slime.support.agl import (
+    AttemptedRollout,
+    ExecutionEvent,
+    Hook,
+    LightningStore,
+    LitAgent,
+    LitAgentRunner,
+    threaded,
+)
 from agl_slime.support.net import bypass_proxies, public_host
+from agl_slime.support.threads import LoopThread
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
+
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +231,54 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         finally:
             if self._on_finished is not None:
                 self._on_finished(rollout.rollout_id)
+
+
+class RunnerThread(RunnerPool):
+    """Runs a ``ConcurrentRunner`` on a thread. A store that other threads use too must be thread-safe; an
+    ``InMemoryLightningStore`` gets Agent Lightning's wrapper for threads."""
+
+    def __init__(
+        self,
+        *,
+        agent: LitAgent[Any],
+        store: LightningStore,
+        settings: RunnerSettings | None = None,
+        on_finished: FinishedListener | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished, name=name)
+        self._agent = agent
+        self._store: LightningStore = threaded(store)
+        self._thread: LoopThread | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return None if self._thread is None else self._thread.failure
+
+    def start(self) -> Self:
+        if self._thread is not None:
+            raise LoopError("The runner was started already; make a new RunnerThread to run again.")
+        self._thread = LoopThread(self._serve, name="agl-slime-runner")
+        self._thread.start()
+        if self.failure is not None:
+            raise LoopError(f"The runner could not start: {self.failure}") from self.failure
+        return self
+
+    def wake(self) -> None:
+        self.runner.wake()
+
+    def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
+        if self._thread is None:
+            return True
+        self.runner.stop(cancel=cancel)
+        if not self._thread.join(timeout_s):
+            place = self._thread.blocked_at()
+            why = f"{place} blocks its event loop" if place else "its rollouts have not ended"
+            logger.warning("The runner did not stop within %g s: %s.", timeout_s, why)
+            return False
+        return True
+
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        with self.runner.run_context(agent=self._agent, store=self._store):
+            asyncio.get_running_loop().call_soon(ready)
+            await self.runner.iter()

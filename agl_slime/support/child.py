@@ -26,7 +26,7 @@ _TAIL_BYTES = 2000
 _GRACE_S = 3.0
 _POLL_S = 0.25
 
-_TIMEOUT_S = 60
+_VERSION_TIMEOUT_S = 60
 
 
 class Child:
@@ -367,7 +367,9 @@ def installed_version(
     program = f"from importlib.metadata import version; print(version({package!r}))"
     command = [str(python), "-c", program]
     try:
-        completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        completed = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
+        )
     except subprocess.CalledProcessError:
         raise ConfigError(f"{setting} {python}: this Python has no {package}; {fix}") from None
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -24,8 +24,7 @@ from agl_slime.tokens.reward import Reward, TurnReward, read_reward, read_turn_r
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import parse_json, turn_numbers
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
-from agl_slime.tokens.trajectory import Trajectory, is_truncated
-from agl_slime.tokens.turn import Turn, with_replay
+from agl_slime.tokens.turn import Trajectory, Turn, is_truncated, with_replay
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:

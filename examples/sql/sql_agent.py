@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agl_slime import RolloutSession, SGLangLitAgent
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 SECONDS, MOST_ROWS, MOST_BYTES, SHOWN_ROWS = 2.0, 1000, 1_000_000, 20
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}

@@ -16,8 +16,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams, WeightSpan
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.events import GroupsCollected, PhaseStarted
-from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.tokens.converter import convert_rollout

@@ -21,7 +21,7 @@ from agl_slime.agent.scheduler import (
     StopReason,
 )
 from agl_slime.errors import ContextOverflowError, EngineServerError
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound
 from tests.agent.multi_turn_agents import Played, rollout
 from tests.harness.conversations import ScriptedClient

@@ -12,7 +12,7 @@ import pytest
 from agl_slime.buffer.generators.base_generator import BaseGenerator
 from agl_slime.cli.main import main
 from agl_slime.runner.base import RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
 from agl_slime.support.net import bypass_proxies, free_port, hosts_behind_proxy

@@ -15,7 +15,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 from tests.gateway.protocols import Talk, assistant, openai_client, user
 from tests.harness.gateway import (
     CALL,

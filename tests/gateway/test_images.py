@@ -8,7 +8,7 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import ImageSettings
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 from agl_slime.train.slime.replay import with_train_inputs
 from tests.gateway.protocols import CHATS, assistant, body_of, called, user
 from tests.harness.gateway import Case, post, serving, trained_once

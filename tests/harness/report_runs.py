@@ -15,8 +15,7 @@ from agl_slime.report.files import RunDir, open_run_dir, write_alive
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.types import Sample
 
 HOSTILE = '<img src=x onerror="document.title=\'hacked\'"></script><script>document.title="hacked"</script>\u2028'

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.data.read import failure_of
-from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.tokens.converter import Conversion, convert_rollout

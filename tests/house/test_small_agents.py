@@ -13,8 +13,7 @@ from agents.reverse_text import ReverseText
 from agents.shop import Price, Shop
 from agl_slime.cli.start import check_tools
 from agl_slime.cli.wiring import RunInputs
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 
 
 class WithoutCalls:

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from agl_slime.data.read import failure_of
-from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, Span
 from tests.harness.stores import enqueue_inputs

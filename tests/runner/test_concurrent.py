@@ -16,7 +16,7 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
 from agl_slime.runner.base import RunnerPlan, make_runners
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
 from agl_slime.support.threads import run_in_thread

@@ -95,7 +95,7 @@ from concurrent.futures import ThreadPoolExecutor
 original = threading.Thread.start, ThreadPoolExecutor.submit, gc.get_threshold()
 frozen = gc.get_freeze_count()  # not 0 on every Python
 from agl_slime.runner.process import configure_worker_process
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LitAgent
 class Agent(LitAgent):

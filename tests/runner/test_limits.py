@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings, RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support import threads
 from agl_slime.support.agl import LitAgent

@@ -32,8 +32,7 @@ from agl_slime.tokens.converter import Conversion, _time_between_calls, convert_
 from agl_slime.tokens.replay import FiledReplay, file_replay, remove_replay
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn, with_replay
+from agl_slime.tokens.turn import Trajectory, Turn, with_replay
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.replay import check_replayed, with_tensors
 from agl_slime.types import sample_from_json, sample_to_json

@@ -18,8 +18,7 @@ from agl_slime.engine.client.generation import Generation, WeightSpan
 from agl_slime.errors import TraceError
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 from tests.harness.conversations import linked
 from tests.harness.samples import encode, turn
 from tests.harness.trace_strategies import conversations

@@ -31,8 +31,8 @@ from agl_slime.tokens.reward import check_reward, reward_number, select_reward
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
-from agl_slime.tokens.trajectory import Trajectory as FinishedTrajectory
-from agl_slime.tokens.trajectory import is_truncated
+from agl_slime.tokens.turn import Trajectory as FinishedTrajectory
+from agl_slime.tokens.turn import is_truncated
 from agl_slime.types import Sample, sample_from_fields
 
 InputFeature = Mapping[str, Any]

@@ -40,8 +40,7 @@ def run_rollout(data: dict[str, Any]) -> None:
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
     """Run the planned rollouts of the input file's tasks, and write each result or failure to the buffer."""
     from agl_slime.data.source import GroupSource
-    from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.thread import RunnerThread
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM, Rollout  # seconds to import
 

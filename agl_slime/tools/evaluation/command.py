@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
@@ -14,16 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.console import Console
 
-from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
-from agl_slime.cli.models import check_model, find_model
+from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi
+from agl_slime.cli.models import check_model, find_model, model_digests
 from agl_slime.cli.options import flag, split_env_flags
 from agl_slime.cli.settings import TrainConfig, parse_command, train_config
-from agl_slime.errors import ConfigError, LoopError, format_exception
+from agl_slime.errors import ConfigError, EngineError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
 from agl_slime.report.files import RunDir, dump, make_directories, open_run_dir, read_object, redacted
 from agl_slime.support.files import sole_owner, write_file
-from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.terminal import PlainConsole, print_line
@@ -169,6 +169,27 @@ async def prepare(config: EvalConfig) -> Prepared:
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
     sampling = {"temperature": temperature, "max_new_tokens": settings.sampling.max_new_tokens}
     return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
+
+
+async def find_chat_api(url: str, *, model: str | None, key_env: str) -> ChatApi:
+    """``model`` at ``url``; without a name the server's only model. Raises ``ConfigError``."""
+    key = os.environ.get(key_env)
+    if key is None and key_env != DEFAULT_KEY:
+        raise ConfigError(f"--openai-key-env {key_env}: this environment variable is not set")
+    api = ChatApi(url=url, model=model or "", api_key=key)
+    if model is not None:
+        return api
+    flag = f"--openai-url {shown_url(url)}"
+    try:
+        names = await api.models()
+    except EngineError as error:
+        raise ConfigError(f"{flag} does not list its models ({error}); give --openai-model") from error
+    finally:
+        await api.aclose()
+    if len(names) != 1:
+        listed = ", ".join(names[:5]) or "none"
+        raise ConfigError(f"{flag} has {len(names)} models ({listed}); name one with --openai-model")
+    return replace(api, model=names[0])
 
 
 async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from agl_slime.data.results import MemberResult
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.support.terminal import PlainConsole, print_line
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 from agl_slime.tools.evaluation.command import MOST_TASKS, EvalConfig, OtherModel, Prepared, prepare, sampling_with
 
 _A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like

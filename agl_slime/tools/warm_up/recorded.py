@@ -18,7 +18,7 @@ from agl_slime.support.agl import LLM, Rollout
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.formats import HermesParser
 from agl_slime.tokens.spans import Retokenizer
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 from agl_slime.types import Sample
 
 

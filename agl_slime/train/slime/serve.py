@@ -29,9 +29,8 @@ def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurre
         max_concurrent: Rollouts in flight in this process.
     """
     from agl_slime.agent.loading import load_agent
-    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
     from agl_slime.runner.process import configure_worker_process
-    from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.server import StoreService
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import RewardError
-from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Trajectory
 
 _EVERY = 7
 

@@ -17,7 +17,7 @@ import ray
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.data.normalize import normalize_rewards
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.concurrent import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.tokens.converter import convert_rollout

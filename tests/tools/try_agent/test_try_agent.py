@@ -8,8 +8,7 @@ import pytest
 from agl_slime.cli.main import main
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.tools.try_agent.command import describe, try_task
 from tests.harness.training import needs_torch
 

@@ -19,8 +19,7 @@ from agl_slime.support.agl import Rollout, Span, emit_reward, make_link_attribut
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_rollout, convert_trajectory
 from agl_slime.tokens.reward import TurnReward, read_reward
-from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Turn
+from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.train.local.batch import TrainBatch
 from agl_slime.train.slime.hooks import credits_tokens
 from agl_slime.types import Sample
