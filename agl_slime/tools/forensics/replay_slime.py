@@ -58,7 +58,7 @@ _NO_TRAIN_DATA += " --model its log-probs are taken to be the engine's."
 _NOT_FINITE = "Advantages are not finite, so that the step has no figures; so are slime's of a group of one Sample."
 _ONE_GROUP = "The baseline is the whole batch's, not each prompt's; --advantages std shows the step with the latter."
 _WHITENED = "The recorded advantages are nearer to whitened ones (--normalize-advantages)."
-_TURNS = "Samples have rewards of turns: the computed advantages are those of the rollouts' rewards."
+_TURNS = "Samples have rewards of turns: the advantages are computed from the rollouts' rewards."
 _ON_POLICY = "Each ratio is 1 before the first update: --clip makes no difference without --use-rollout-logprobs."
 Arrays = list[NDArray[Any]]
 

@@ -47,7 +47,7 @@ def values_of(flags: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Small:
-    """Options of Megatron after those of the script, a checkpoint's configuration, and the parallel sizes that have
+    """Options of Megatron after the script's own, a checkpoint's configuration, and the parallel sizes that have
     changed."""
 
     options: dict[str, object]
@@ -141,7 +141,7 @@ def _divided(count: int, parts: int, small_parts: int, least: int) -> int:
 
 
 def dense_layers(values: Mapping[str, str]) -> int:
-    """Dense layers before those of experts, in ``--moe-layer-freq``."""
+    """Dense layers before the layers of experts, in ``--moe-layer-freq``."""
     text = values.get("moe-layer-freq", "1")
     if not re.fullmatch(r"[\[\]\d,*+ ]+", text):
         return 0
@@ -243,7 +243,7 @@ def save_model(config: Mapping[str, Any], directory: Path, *, tokenizer: Path, s
 
 
 def load_model(directory: Path) -> tuple[Any, list[str]]:
-    """A checkpoint as transformers reads it, and its weights that are missing or unknown, but for those of images."""
+    """A checkpoint as transformers reads it, and its missing or unknown weights, without the ones for images."""
     import torch
     import transformers
 
