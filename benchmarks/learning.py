@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agl_slime.report import read_metrics
+from agl_slime.support.intervals import estimate
 
 GOAL = 0.85
 REPO = Path(__file__).resolve().parent.parent
@@ -32,7 +33,11 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--agent", default="agl_slime.cli.demo.agent:LookupAgent")
     parser.add_argument("rest", nargs="*", help="further flags for train.py, after --")
+    parser.add_argument("--until", type=float, help="stop at this validation reward, and count what it took")
+    parser.add_argument("--variants", nargs="+", default=[""], help="with --until: flags that are compared, in quotes")
     options = parser.parse_args()
+    if options.until is not None:
+        return compare(options)
     table = Table(title=f"{options.agent}, load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores")
     for column in (
         "seed",
@@ -97,6 +102,57 @@ def main() -> int:
         f"median time {median(seconds):.1f} s"
     )
     return 0 if good == len(ends) else 1
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Rollouts and sampled tokens until the held-out reward is reached, for each variant."""
+    console, table = Console(width=140), Table(title=f"until {options.until} on held-out tasks, {options.agent}")
+    columns = ("variant", "seeds", "rollouts", "sampled tokens", "without gradient", "not reached")
+    for column in columns:
+        table.add_column(column)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    for variant in options.variants:
+        lines = []
+        for seed in seeds:
+            with tempfile.TemporaryDirectory() as directory:
+                lines.append(line := run_until(options, variant, seed, Path(directory)))
+            text = f"{line[0]:.0f} rollouts, {line[1]:.0f} tokens, {line[2]:.2f} without gradient"
+            load = os.getloadavg()[0]
+            console.print(f"{variant or 'default'}, seed {seed}: {text}, reached: {line[3]}, load {load:.1f}")
+        cells = []
+        for values in list(zip(*lines, strict=True))[:3]:
+            interval = estimate([*values], rewards=[])
+            bounds = "" if interval is None or interval.low is None else f" ({interval.low:.3g} to {interval.high:.3g})"
+            cells.append(f"{fmean(values):.3g}{bounds}")
+        table.add_row(variant or "default", str(len(seeds)), *cells, str(sum(not line[3] for line in lines)))
+    console.print(table)
+    return 0
+
+
+def run_until(
+    options: argparse.Namespace, variant: str, seed: int, directory: Path
+) -> tuple[float, float, float, bool]:
+    """Rollouts, sampled tokens and the share of these without gradient; and whether the reward was reached."""
+    flags = ["--agent", options.agent, "--seed", str(seed), "--output-dir", str(directory), "--view", "lines"]
+    command = [sys.executable, "train.py", *flags, *variant.split(), *options.rest]
+    with (directory / "log").open("w") as log, subprocess.Popen(command, cwd=REPO, stdout=log, stderr=log) as process:
+        path = directory / "metrics.jsonl"
+
+        def rewards() -> list[float]:
+            rows = read_metrics(path) if path.exists() else []
+            return [row["val/reward_mean"] for row in rows if row.get("val/reward_mean") is not None]
+
+        while process.poll() is None and max(rewards(), default=0.0) < options.until:
+            time.sleep(0.5)
+        process.terminate()
+    rollouts, tokens, empty = 0.0, 0.0, 0.0
+    for row in read_metrics(path):
+        sampled = row["rollout/response_tokens_mean"] * row["rollout/count"]
+        rollouts, tokens = rollouts + row["rollout/count"], tokens + sampled
+        empty += sampled * row.get("rollout/no_gradient", 0.0)
+        if (row.get("val/reward_mean") or 0.0) >= options.until:
+            return rollouts, tokens, empty / tokens, True
+    return rollouts, tokens, empty / tokens, False
 
 
 if __name__ == "__main__":

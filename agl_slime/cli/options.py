@@ -36,7 +36,7 @@ GROUPS: Mapping[str, tuple[str, str]] = {
     ),
     "group": (
         "Tasks and their groups of rollouts.",
-        "loop.task_sampling group.min_ratio group.max_retries group.timeout_s drop_zero_variance",
+        "loop.task_sampling loop.group_pilot group.min_ratio group.max_retries group.timeout_s drop_zero_variance",
     ),
     "asynchronous": ("Asynchronous training.", "loop.max_staleness weight_pause eval_sglang_url"),
     "teacher": (

@@ -253,7 +253,7 @@ class TrainConfig:
             fix = f"give slime's own flag, -- --rollout-{name.replace('_', '-')}"
             self._refuse(name_of(path) if (path := f"sampling.{name}") in PATHS.values() else path, fix)
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
-        for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
+        for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "group_pilot"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
         self._refuse("autopsy", "slime's trainer scores no turns for it; leave it out")

@@ -2,7 +2,7 @@
 
 Bookkeeping only: no threads, no store. A group exists from its announcement, or from its first member. The policy is
 consulted whenever a member ends and when time passes; a group is finalized once, with its members of that moment. The
-data source calls this under its lock and applies ``take_unwanted`` (cancel) and ``take_retries`` (enqueue again) to the
+data source calls this under its lock and applies ``take_unwanted`` (cancel) and ``take_requests`` (enqueue) to the
 store.
 """
 
@@ -16,9 +16,10 @@ from typing import Any
 
 from agl_slime.data.delivery import Delivery
 from agl_slime.data.ledger import Ledger
+from agl_slime.data.normalize import all_equal
 from agl_slime.data.policy import GroupAction, GroupFilter, GroupPolicy, GroupProgress, GroupVerdict
 from agl_slime.data.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
-from agl_slime.support.agl import Rollout
+from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
 
 # Ids of groups that were finalized with members in flight; late members end soon after their cancellation.
 _MAX_EARLY_GROUPS = 10_000
@@ -32,6 +33,7 @@ class _OpenGroup:
     enlisted: dict[str, None] = field(default_factory=dict)  # an ordered set
     retried: list[MemberResult] = field(default_factory=list)  # failed tries
     last_end: float | None = None
+    rest: list[EnqueueRolloutRequest] = field(default_factory=list)  # of members that run if the first ones differ
 
 
 class GroupAssembler:
@@ -60,7 +62,9 @@ class GroupAssembler:
         self._waiting_ids: set[str] = set()  # finished rollouts of open groups
         self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
         self._unwanted: list[str] = []
-        self._retries: list[MemberResult] = []
+        self._requests: list[EnqueueRolloutRequest] = []
+        self.teaches: Callable[[Any], bool] = lambda task: False
+        """Whether the rest of a task's group runs although its first rewards are equal (``hold_back``)."""
 
     def __len__(self) -> int:
         """The number of groups that are not finalized."""
@@ -69,6 +73,11 @@ class GroupAssembler:
     def announce(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Expect ``size`` members under ``group_id``. A second announcement changes nothing."""
         self._open.setdefault(group_id, _OpenGroup(size, mode))
+
+    def hold_back(self, group_id: str, rest: Sequence[EnqueueRolloutRequest]) -> None:
+        """Begin an announced group without its last members: ``take_requests`` has them once its first have ended, if
+        their rewards differ, fewer than two have one, or its task ``teaches``. Otherwise it is dropped."""
+        self._open[group_id].rest = [*rest]
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         """Note that these rollouts are in flight. A group may be finalized without members that come as ``Rollout``."""
@@ -145,10 +154,10 @@ class GroupAssembler:
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
-    def take_retries(self) -> list[MemberResult]:
-        """Failed members whose ``request`` is to be enqueued again; each is returned once."""
-        retries, self._retries = self._retries, []
-        return retries
+    def take_requests(self) -> list[EnqueueRolloutRequest]:
+        """Rollouts to enqueue: failed members again, and members that were held back. Each is returned once."""
+        requests, self._requests = self._requests, []
+        return requests
 
     def state(self) -> dict[str, Any]:
         """The groups' state, for JSON: ``waiting``: finished rollouts of open groups; ``early``: groups that were
@@ -180,6 +189,14 @@ class GroupAssembler:
         if group.mode != "train":
             complete = len(group.members) >= group.size
             return self._finalize(group_id, group, reason="validation", code="validation") if complete else None
+        if group.rest and len(group.members) >= group.size - len(group.rest):
+            first = [member for member in group.members.values() if member.ok]
+            equal = len(first) > 1 and all_equal([member.reward for member in first if member.reward is not None])
+            if equal and not self.teaches(first[0].task):
+                reason = f"the first {len(first)} of {group.size} rollouts have equal rewards"
+                return self._finalize(group_id, group, reason=reason, code="pilot_equal")
+            self._requests.extend(group.rest)
+            group.rest = []
         verdict = self._verdict(group)
         if verdict.action is GroupAction.RETRY:
             if self._retry(group, verdict.retries):
@@ -226,7 +243,7 @@ class GroupAssembler:
             self._waiting_ids.discard(member.rollout_id)
             group.enlisted.pop(member.rollout_id, None)
         group.retried.extend(repeated)
-        self._retries.extend(repeated)
+        self._requests.extend(member.request for member in repeated if member.request is not None)
         return True
 
     def _finalize(

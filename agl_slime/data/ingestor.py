@@ -115,8 +115,8 @@ class RolloutIngestor:
         """Cancel and retry rollouts as the groups ask, and let the producer enqueue more."""
         if unwanted := self.assembler.take_unwanted():
             self.follower.submit(self.cancel, unwanted)
-        if retries := self.assembler.take_retries():
-            self.follower.submit(self._retry, [member.request for member in retries])
+        if requests := self.assembler.take_requests():
+            self.follower.submit(self._enqueue, requests)
         self.producer.follow_up()
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
@@ -280,6 +280,6 @@ class RolloutIngestor:
         if group is not None and (on_end := self.on_end.pop(group.group_id, None)) is not None:
             on_end(group.group_id, group)
 
-    async def _retry(self, requests: list[EnqueueRolloutRequest]) -> None:
-        """Enqueue the retries that a policy asked for, under the same groups."""
+    async def _enqueue(self, requests: list[EnqueueRolloutRequest]) -> None:
+        """Enqueue retries, and members that were held back, under their groups."""
         self.opened(await self.follower.with_retries(lambda: self._store.enqueue_many_rollouts(requests)))

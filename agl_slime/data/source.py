@@ -22,7 +22,7 @@ from agl_slime.data.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.data.read import collect
 from agl_slime.data.results import GroupResult, MemberResult, OnEnd, Outcome, group_of
 from agl_slime.errors import DataSourceError
-from agl_slime.support.agl import LightningStore, Rollout, threaded
+from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, threaded
 from agl_slime.support.ranges import check_ranges
 from agl_slime.types import Sample
 
@@ -225,6 +225,14 @@ class GroupSource:
             self.assembler.announce(group_id, size=size, mode=mode)
             if on_end is not None:
                 self.ingestor.on_end[group_id] = on_end
+
+    def hold_back(self, requests: Sequence[EnqueueRolloutRequest], *, size: int, pilot: int) -> list[Any]:
+        """The first ``pilot`` of each announced group's ``size`` requests; see ``GroupAssembler.hold_back``."""
+        groups = [requests[start : start + size] for start in range(0, len(requests), size)]
+        with self.changed:
+            for group in groups:
+                self.assembler.hold_back(str((group[0].metadata or {})["group_id"]), group[pilot:])
+        return [request for group in groups for request in group[:pilot]]
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         """Note that these rollouts were enqueued: they are in flight, and a store without notifications is polled about

@@ -128,6 +128,7 @@ class OnlineRLLoop:
         ready = [group.instance_id for group in self.data_source.ready_groups()]
         finished = [*self.data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
         self.tasks = TaskCursor(source, finished=finished, sampling=self._state.sampling)
+        self.data_source.assembler.teaches = self.tasks.teaches
         self._train_fn = adapt_step_function(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else adapt_step_function(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn

@@ -22,7 +22,7 @@ from agl_slime.errors import ConfigError
 FLOOR = 4
 """One draw in so many is the task that was drawn longest ago."""
 _HALF_LIFE = 16.0  # policy updates after which a reward counts half
-_PSEUDO_REWARDS = 4.0  # of the average task's variance, with which each task begins
+_PSEUDO_REWARDS = 4.0  # of the average variance of its kind, with which each task begins
 _CANDIDATES = 8  # tasks of a source of which the next is chosen
 _LEAST = 1e-12  # variance of a task
 _N, _SUM, _SQUARES, _UPDATE, _DRAWN, _WEIGHT = range(6)  # columns: the last draw, and how often the source has the task
@@ -52,7 +52,8 @@ def task_key(task: Task) -> str:
 
 class LearnableTasks:
     """A ``TaskSampler`` of listed ``tasks``, or of a ``TaskSource``, whose tasks are told apart by ``task["kind"]``:
-    the next is one of its next eight. ``batch_size``: groups per policy update."""
+    the next is one of its next eight. A new listed task has its kind's average variance. ``batch_size``: groups per
+    policy update."""
 
     def __init__(self, tasks: Any, *, seed: int, batch_size: int) -> None:
         self._seed, self._batch_size = seed, batch_size
@@ -64,6 +65,8 @@ class LearnableTasks:
         keys = [task_key(task) for task in order]
         self._tasks: list[Task] = [*dict(zip(reversed(keys), reversed(order), strict=True)).values()][::-1]
         self._index = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, self._tasks)))}
+        self._kinds = np.array([kinds[_kind(task)] for task in self._tasks], dtype=np.int64)  # of rows; of a source's 0
         self._table = np.zeros((len(self._index), 6))
         np.add.at(self._table[:, _WEIGHT], [self._index[key] for key in keys], 1)
         self._table[:, _DRAWN] = np.arange(len(self._table)) - len(self._table)  # as if drawn in this order before
@@ -104,7 +107,7 @@ class LearnableTasks:
 
     def variances(self) -> np.ndarray:
         """The probable variance of a group's rewards, of each task: that of its rewards so far, beside pseudo rewards
-        with the average variance of the tasks."""
+        with the average variance of its kind."""
         numbers = self._table[:, _N]
         decay = 0.5 ** ((self._groups / self._batch_size - self._table[:, _UPDATE]) / _HALF_LIFE)
         divisors = np.maximum(numbers, 1e-12)
@@ -112,7 +115,14 @@ class LearnableTasks:
         counts, (low, high) = numbers * decay, self._range or [0.0, 1.0]
         weights = counts / (_PSEUDO_REWARDS + counts)
         average = (weights @ spread + (high - low) ** 2 / 4) / (weights.sum() + 1)
-        return (_PSEUDO_REWARDS * average + counts * spread) / (_PSEUDO_REWARDS + counts)
+        of_kinds = np.bincount(self._kinds, weights * spread), np.bincount(self._kinds, weights)
+        expected = ((of_kinds[0] + average) / (of_kinds[1] + 1))[self._kinds]
+        return (_PSEUDO_REWARDS * expected + counts * spread) / (_PSEUDO_REWARDS + counts)
+
+    def teaches(self, task: Task) -> bool:
+        """Whether the task's rewards probably have at least half of the largest variance."""
+        low, high = self._range or [0.0, 1.0]
+        return float(self.variances()[self._place(task)]) >= (high - low) ** 2 / 8
 
     def uniform_mean(self) -> float | None:
         """The mean reward as under uniform sampling: of the tasks' means, each as often as the source has it."""
@@ -154,12 +164,17 @@ class LearnableTasks:
         """The task's row; of a source's, that of its kind."""
         if self._source is None:
             return self._at(task_key(task))
-        return self._at(str(task.get("kind", "")) if isinstance(task, dict) else "")
+        return self._at(_kind(task))
 
     def _at(self, key: str) -> int:
         if (place := self._index.setdefault(key, len(self._index))) == len(self._table):
             self._table = np.vstack([self._table, [[0, 0, 0, 0, -1, 0]]])
+            self._kinds = np.append(self._kinds, 0)
         return place
+
+
+def _kind(task: Task) -> str:
+    return str(task.get("kind", "")) if isinstance(task, dict) else ""
 
 
 class SampledTasks:

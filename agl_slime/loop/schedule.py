@@ -224,6 +224,8 @@ class Schedule:
         options: dict[str, Any] = {**limits, "seed": self._settings.seed, "oldest_version": oldest, **self.metadata}
         resources_id = resources_id or self.resources_id
         requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **options)
+        if mode == "train" and (pilot := self._settings.group_pilot):
+            requests = self._data_source.hold_back(requests, size=size, pilot=pilot)
         rollouts = await self._store.enqueue_many_rollouts(requests)
         self._wake()
         return rollouts
@@ -239,7 +241,9 @@ class Schedule:
         """Replace dropped groups, as many as the settings allow; further dropped groups occupy places in a batch. While
         every rollout fails, nothing is replaced, so that the run stops early."""
         settings = self._settings
-        most = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
+        size, most = settings.n_samples_per_prompt, settings.max_replaced_groups
+        if most is None:
+            most = settings.rollout_batch_size * size // (settings.group_pilot or size)
         while self._any_succeeded and self._dropped and len(self._replaced) < most:
             number = self._dropped.pop(0)
             self._admission.replace(number)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
 _MOST = 100_000  # more prompts or rollouts would take hours to enqueue
@@ -34,8 +35,8 @@ class LoopSettings:
     failure_patience_s: float = 600.0
     """Seconds for which the run tries other tasks, with pauses, when all rollouts fail after earlier successes."""
     max_replaced_groups: int | None = None
-    """Most dropped groups replaced per iteration; None is ``rollout_batch_size``. While every rollout fails, none is
-    replaced."""
+    """Most dropped groups replaced per iteration; None is ``rollout_batch_size``, or with ``group_pilot`` as
+    many as have a batch's rollouts. While every rollout fails, none is replaced."""
     save_interval: int = 10
     """Iterations between checkpoints; the last iteration writes one, too."""
     max_staleness: int = 0
@@ -46,6 +47,9 @@ class LoopSettings:
     """Two runs with one seed are equal to the last bit, also when they are asynchronous, or killed and resumed: weights
     are updated when no rollout is in flight, batches are in the order of draw, and the embedded engine computes each
     answer as if it were alone (docs/deterministic.md)."""
+    group_pilot: int = 0
+    """Rollouts with which a group begins: the others follow if their rewards differ (or, with task_sampling learnable,
+    if the task's did), else the group is dropped; 0 is the whole group at once."""
     task_sampling: Literal["uniform", "learnable"] = "uniform"
     """Order of the tasks: uniform (shuffled epochs, or as they come), or learnable (by the probable variance of a
     group's rewards; each task comes again within four draws per task)."""
@@ -66,10 +70,14 @@ class LoopSettings:
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
             ("task_sampling", ("uniform", "learnable").__contains__, "'uniform' or 'learnable'"),
+            ("group_pilot", lambda value: value == 0 or value >= 2, "0 (none) or at least 2"),
             ("max_staleness", lambda value: value >= 0, "0 (synchronous) or more"),
             ("failure_patience_s", lambda value: value >= 0, "0 (none) or more seconds"),
             ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
         )
+        if self.group_pilot >= max(2, self.n_samples_per_prompt):
+            sizes = f"group_pilot is {self.group_pilot} and n_samples_per_prompt {self.n_samples_per_prompt}"
+            raise ConfigError(f"{sizes}; set it below, or to 0 for whole groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

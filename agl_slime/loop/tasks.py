@@ -117,6 +117,10 @@ class TaskCursor:
             rewards = [member.reward for member in group.succeeded if member.reward is not None]
             self._unlearned.append((group.instance_id or "", group.members[0].task, rewards))
 
+    def teaches(self, task: Any) -> bool:
+        """Whether the sampler, if there is one, expects differing rewards of the task."""
+        return getattr(self._sampler, "teaches", lambda _: False)(task)
+
     def sampling_metrics(self) -> dict[str, float]:
         mean = getattr(self._sampler, "uniform_mean", lambda: None)()
         return {} if mean is None else {REWARD_MEAN_UNIFORM: mean}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agl_slime.data.assembler import GroupAssembler
 from agl_slime.data.policy import CompleteGroup, GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
 from agl_slime.data.results import GroupResult, MemberResult, Outcome
-from agl_slime.support.agl import Rollout
+from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
 
 
 def member(name: str, group: str = "g", *, failure: str | None = None, mode: str = "train") -> MemberResult:
@@ -110,8 +110,8 @@ def test_failed_members_are_retried_in_the_same_group_if_they_can_be() -> None:
     groups.announce("g", size=2)
     failed = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
     assert add(groups, failed) is None
-    assert groups.take_retries() == [failed]
-    assert groups.take_retries() == []
+    assert groups.take_requests() == [failed.request]
+    assert groups.take_requests() == []
     assert enlist(groups, "g", "b")
     assert enlist(groups, "g", "a2")
     result = finalized(groups, member("a2"), member("b"))  # members are in the order of draw
@@ -121,7 +121,30 @@ def test_failed_members_are_retried_in_the_same_group_if_they_can_be() -> None:
     groups.announce("h", size=2)
     result = finalized(groups, member("c", "h", failure="cancelled"))
     assert (result.ready, result.code) == (False, "not_repeatable")
-    assert groups.take_retries() == []
+    assert groups.take_requests() == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "teaches", "end"),
+    [([1, 1], False, "pilot_equal"), ([1, 1], True, ""), ([0, 1], False, ""), ([None, 1], False, "")],
+)
+def test_a_pilot_is_dropped_if_its_rewards_are_equal(rewards: list[float | None], teaches: bool, end: str) -> None:
+    groups = assembler(MinimumViableGroup(min_ratio=0.5))
+    groups.teaches = lambda task: teaches
+    groups.announce("g", size=4)
+    rest = [EnqueueRolloutRequest(input={}) for _ in range(2)]
+    groups.hold_back("g", rest)
+    ends = [replace(member(f"p{n}", failure=None if r is not None else "x"), reward=r) for n, r in enumerate(rewards)]
+    assert add(groups, ends[0]) is None
+    result = add(groups, ends[1])
+    assert (result.code if result else "") == end
+    assert groups.take_requests() == ([] if end else rest)
+    counts = groups.ledger.counts()
+    if end:
+        assert counts.reasons == {(Outcome.FILTERED, "pilot_equal"): 2}
+    else:
+        assert finalized(groups, member("c"), member("d")).ready
+    assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
 
 def test_filter_drops_groups_that_the_policy_would_train_on() -> None:
@@ -194,14 +217,14 @@ def test_every_group_is_finalized_once_and_every_rollout_is_in_its_result(sizes,
         if name in ended:
             continue  # the ledger keeps reports of rollouts that have ended from getting here
         ended.add(name)
-        report = replace(member(name, group_id, failure="boom" if name in failed else None), request="again")  # type: ignore[arg-type]
+        report = replace(member(name, group_id, failure="boom" if name in failed else None), request=(group_id, name))  # type: ignore[arg-type]
         result = add(groups, report, default_size=size)
         if result is not None:
             results.append(result)
-        for retry in groups.take_retries():
-            retried.add(retry.rollout_id)
-            assert enlist(groups, retry.group_id, retry.rollout_id + "-again")
-            reports.insert(0, (retry.group_id, size, retry.rollout_id + "-again"))
+        for group_id, name in groups.take_requests():  # type: ignore[misc]
+            retried.add(name)
+            assert enlist(groups, group_id, name + "-again")
+            reports.insert(0, (group_id, size, name + "-again"))
     assert len({group.group_id for group in results}) == len(results) == len(sizes)
     assert (len(groups), groups.waiting()) == (0, [])
     for group in results:

@@ -17,9 +17,9 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingParams)$")
 ARE_OF_OTHERS = ("gateway/agl1/schemas.py", "tools/forensics/formulas.py")  # Agent Lightning 1.0's names, and slime's
-MOST_FIELDS = 286
+MOST_FIELDS = 287
 MOST_CLASSES = 23
-MOST_FLAGS = 65  # without --config and the local trainer's
+MOST_FLAGS = 66  # without --config and the local trainer's
 MOST_LOCAL_FLAGS = 31
 # One word for several things: addresses of several servers, Pythons of several programs, ms-swift's names of SGLang's
 # parameters, the rooms' settings in the tree.

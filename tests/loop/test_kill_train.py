@@ -38,7 +38,7 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
         ("local", 2, KILLS, ""),
         ("local", 0, KILLS, DROPPING),
         ("local", 2, KILLS, DROPPING),
-        ("local", 0, KILLS, f"{DROPPING} --task-sampling learnable"),
+        ("local", 0, KILLS, f"{DROPPING} --task-sampling learnable --group-pilot 2"),
         ("local", 2, MIXED, "--task-sampling learnable"),
     ],
     ids=[
@@ -49,7 +49,7 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
         "killed-2",
         "dropping",
         "dropping-2",
-        "learnable",
+        "pilot",
         "learnable-2",
     ],
 )

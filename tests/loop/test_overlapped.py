@@ -117,6 +117,29 @@ async def test_dropped_group_is_replaced_unless_replacement_is_off(max_replaced:
     assert set(case.trained.values()) == {1}
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_a_pilot_of_equal_rewards_costs_its_rollouts_alone(max_staleness: int, engine: ScriptedEngine) -> None:
+    judged = Counter[int]()
+
+    def judge(task: dict[str, Any], response: str) -> float:
+        judged[task["n"]] += 1
+        return 1.0 if task["n"] % 2 else float(judged[task["n"]] % 2)
+
+    settings = {"n_samples_per_prompt": 4, "group_pilot": 2, "max_replaced_groups": 20, "judge": judge}
+    with Overlapped(engine, max_staleness=max_staleness, **settings) as case:
+        await case.loop.run_async()
+        case.check_ledger()
+    assert max(case.behind) <= max_staleness
+    assert {len(group) for batch in case.batches for group in batch} == {4}
+    assert {n % 2: judged[n] for n in judged} == {0: 4, 1: 2}
+    rows = case.recorder.metrics
+    dropped = sum(row["rollout/dropped/pilot_equal"] for row in rows if "rollout/dropped/pilot_equal" in row)
+    counts = case.source.ledger.counts()
+    assert counts.closed[Outcome.TRAINED] == 6 * 2 * 4
+    assert counts.reasons[Outcome.FILTERED, "pilot_equal"] >= 2 * dropped > 0
+    assert all(0 < row["rollout/no_gradient"] < 1 for row in rows if row.get("rollout/dropped/pilot_equal"))
+
+
 async def test_a_training_function_has_to_take_its_batch(engine: ScriptedEngine) -> None:
     with (
         Overlapped(engine, train=lambda iteration: {}) as case,

@@ -102,6 +102,16 @@ def test_tasks_are_drawn_more_often_while_they_teach() -> None:
     assert drawing.sampling_metrics()["rollout/reward_mean_uniform"] == pytest.approx(0.95, abs=0.02)
 
 
+def test_new_tasks_of_a_kind_that_teaches_are_drawn_more_often() -> None:
+    drawing, drawn = cursor([{"n": n, "kind": f"of {n % 10}"} for n in range(2000)]), list[Any]()
+    for _ in range(100):
+        drawn += (batch := drawing.take(4))
+        drawing.learned([group(each, *([0.0, 1.0] if each.task["n"] % 10 == 3 else [1.0] * 2)) for each in batch])
+    late = [each.task["n"] for each in drawn[200:]]
+    assert sum(n % 10 == 3 for n in late) > 0.3 * len(late)
+    assert len({*late}) > 0.7 * len(late)
+
+
 def test_a_kind_that_teaches_is_drawn_more_often() -> None:
     drawing, numbers = cursor(kinds), Counter[int]()
     for batch in range(60):
