@@ -169,19 +169,23 @@ async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_pa
 
 
 async def test_a_generator_resumes_after_its_own_death_and_after_the_buffers_end(tmp_path):
-    """It dies with one group done, and its second process makes the missing items only; the buffer ends in the middle
-    of the run, and its next process does not make an item twice."""
-    died, hold = tmp_path / "died", tmp_path / "hold"
+    """It dies within its second group, and its second process makes the missing items only; the buffer ends in the
+    middle of the run, and its next process does not make an item twice."""
+    died, hold, starts = (tmp_path / name for name in ("died", "hold", "starts"))
     hold.touch()
+    loop = '\n            for n in range(int(data["num_repeat_per_sample"])):'
     code = f"""
             import os, signal, time
-            if instance_id == "id1" and not os.path.exists({str(died)!r}):
-                open({str(died)!r}, "w").close()
-                os.kill(os.getpid(), signal.SIGKILL)
             while instance_id == "id2" and os.path.exists({str(hold)!r}):
-                time.sleep(0.01)
-            for n in range("""
-    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE.replace("\n            for n in range(", code))
+                time.sleep(0.01){loop}
+                if n and instance_id == "id1" and not os.path.exists({str(died)!r}):
+                    open({str(died)!r}, "w").close()
+                    os.kill(os.getpid(), signal.SIGKILL)"""
+    note = f"""
+        with open({str(starts)!r}, "a") as file:
+            print(json.dumps([data["skip_instance_ids"], data["partial_groups"]]), file=file)
+        skip ="""
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE.replace(loop, code).replace("\n        skip =", note))
     settings = settings_for(tmp_path, run_dir=tmp_path / "run", generator_restarts=1)
     async with BufferServer(settings=settings) as server, Client(server.url) as client:
 
@@ -204,6 +208,9 @@ async def test_a_generator_resumes_after_its_own_death_and_after_the_buffers_end
         assert [entry["uid"] for entry in await client.read()] == ["id1.0", "id1.1", "id2.0", "id2.1"]
         _, stats = await client.get("/stats")
         assert stats["items"]["opened"] == 6
+    begun = {"instance_id": "id1", "group_id": None, "items": 1}
+    payloads = [json.loads(line) for line in starts.read_text().splitlines()]
+    assert payloads == [[[], []], [["id0"], [begun]], [["id0", "id1"], []]]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
@@ -247,13 +254,3 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
     await server.wait()
 
     await until(lambda: not any(map(is_running, pids_read)))
-
-
-@pytest.mark.slow
-def test_no_group_is_lost_or_trained_twice_when_processes_are_killed(tmp_path):
-    from tests.programs.kill_buffer import run
-
-    result = run(tmp_path, kills=8, groups=200, seed=1, limit_s=240)
-    assert (result.lost, result.twice) == ([], [])
-    assert result.adds_up
-    assert sum(result.kills.values()) >= 4

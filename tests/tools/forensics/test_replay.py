@@ -1,5 +1,6 @@
-"""``agl-slime replay``: a step from files is the recorded one, and with changes the step that would have been."""
+"""``agl-slime replay``, and a run's own autopsy: a step from files is the recorded one, or the one with a change."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -11,16 +12,22 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.cli.demo.agent import LookupAgent
+from agl_slime.engine.client.weights import DiskWeightSync
+from agl_slime.engine.scoring import ScoringClient
+from agl_slime.errors import ConfigError, EngineServerError
+from agl_slime.report import read_metrics
+from agl_slime.report.alarms import Alarm, find_alarms
 from agl_slime.report.files import IterationFile, jsonable
 from agl_slime.report.rollouts import describe_batch, describe_tokens, pack, unpack
-from agl_slime.tools.forensics.replay import replay
+from agl_slime.tools.forensics.replay import main, replay
 from agl_slime.tools.forensics.steps import ReplayConfig, print_influences
 from agl_slime.train.local import LocalTrainerSettings
 from agl_slime.types import Sample
+from tests.harness import training
 from tests.harness.trainer_policy import make_model, make_samples
 from tests.harness.trainers import trainer
-from tests.harness.training import needs_torch
+from tests.harness.training import needs_torch, run_of, weights_restored
 
 pytestmark = needs_torch
 
@@ -158,3 +165,82 @@ def test_files_that_are_not_the_trained_ones_are_refused(run: Path, tmp_path: Pa
     ):
         with pytest.raises(ConfigError, match=sentence):
             replay(ReplayConfig(run_dir=directory, **flags))  # type: ignore[arg-type]
+
+
+FEW: dict[str, Any] = {"rollout_batch_size": 2, "autopsy": 0, "keep_rollouts": "all"}
+
+
+def test_a_step_of_a_run_is_retrained_with_another_reward(policy_dir, embedded_engine, tmp_path, capsys):
+    """New rewards differ between rollouts, so that the gradient changes whatever was sampled; the loss is 0 where all
+    answers have one length. The run's learning rate follows from the model's size."""
+    run = run_of(tmp_path / "run", policy_dir, embedded_engine, num_iterations=2, **FEW)
+    assert "autopsy/" not in (run / "metrics.jsonl").read_text()  # with --autopsy 0 nothing is scored again
+    (tmp_path / "mine.py").write_text("def number(line):\n    return hash(line['rollout_id']) / 2**64\n")
+    result = replay(ReplayConfig(run_dir=run, step=2, reward=f"{tmp_path / 'mine.py'}:number"))
+    assert result.difference == 0.0
+    assert result.changed is not None
+    assert result.changed["train/grad_norm"] != result.recorded["train/grad_norm"]
+    main([str(run), "--step", "1", "--influences", "2"])
+    output = capsys.readouterr().out
+    assert "Largest difference of recorded and again: 0\n" in output
+    assert "one plain gradient step with lr 0.0005" in output
+    rollouts, tokens = output.split("Rollouts by influence")[1].split("Tokens by the change")
+    names = [json.loads(line)["rollout_id"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(f"  {name}, most: " in rollouts for name in names) == 2
+    assert len(tokens.splitlines()[1:]) == 2
+
+
+def trained(directory: Path, policy: Path, url: str, **settings: Any) -> tuple[list[dict[str, Any]], list[Alarm], str]:
+    """The lines of metrics.jsonl of a run of two iterations, the alarms of mismatches, and the output."""
+    settings = {"num_iterations": 2, "rollout_batch_size": 4, "eval_interval": 0, **settings}
+    with weights_restored(url, policy):
+        out = training.train(model_path=policy, sglang_url=url, output_dir=directory, **settings)
+    rows = read_metrics(directory / "metrics.jsonl")
+    return rows, [alarm for alarm in find_alarms(rows, []) if alarm.kind == "mismatch"], out
+
+
+@pytest.fixture
+def train(policy_dir: Path, embedded_engine: str, tmp_path: Path) -> Any:
+    return partial(trained, tmp_path / "run", policy_dir, embedded_engine)
+
+
+def figures(rows: list[dict[str, Any]], name: str) -> list[float]:
+    return [row[f"autopsy/{name}"] for row in rows if f"autopsy/{name}" in row]
+
+
+def test_a_clean_run_has_small_differences_and_no_alarm(train: Any) -> None:
+    rows, alarms, out = train(autopsy=3)
+    assert (alarms, "engine and trainer differ" in out) == ([], False)
+    for name in ("sampler", "decode"):
+        assert len(figures(rows, name)) == 2
+        assert max(figures(rows, name)) < 1e-4
+
+
+def test_weights_that_came_late_are_named(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = DiskWeightSync.push
+
+    async def late(self: DiskWeightSync, path: str, version: str) -> None:
+        previous = Path(path).with_name(f"v{int(version) - 1:06d}" if version.isdigit() else "none")
+        await push(self, str(previous if previous.exists() else path), version)
+
+    monkeypatch.setattr(DiskWeightSync, "push", late)
+    # rewards that differ in every group move the policy in the first step
+    rewards = itertools.cycle([0.0, 1.0])
+    monkeypatch.setattr(LookupAgent, "compute_reward", lambda self, task, response: next(rewards))
+    rows, (alarm,), out = train(autopsy=16)  # a single short turn may hardly have moved
+    assert (alarm.about, alarm.iteration) == ("late_weights", 2)
+    assert alarm.text.startswith("late_weights explains")
+    assert "late_weights: the engine had the weights of version 0" in out
+    assert "Worst token" in out
+    assert figures(rows, "sampler")[0] < 1e-4 < 1e-3 < figures(rows, "sampler")[1]
+    assert max(figures(rows, "decode")) < 1e-4  # the engine agrees with itself
+
+
+def test_an_engine_that_does_not_score_costs_only_its_figures(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any) -> None:
+        raise EngineServerError("no scores today")
+
+    monkeypatch.setattr(ScoringClient, "_send", refuse)
+    rows, alarms, _ = train(num_iterations=1)
+    assert (figures(rows, "decode"), alarms) == ([], [])
+    assert figures(rows, "sampler")[0] < 1e-4

@@ -1,5 +1,6 @@
-"""When a data source lets a store forget the rollouts that it has read."""
+"""Saved states of a data source, and when it lets a store forget the rollouts that it has read."""
 
+import asyncio
 import json
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,10 +12,17 @@ import pytest
 from agl_slime import AGLDataSource
 from agl_slime.data import completions
 from agl_slime.data.completions import CompletionTable
+from agl_slime.data.policy import MinimumViableGroup
+from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings
-from agl_slime.support.agl import InMemoryLightningStore
+from agl_slime.errors import DataSourceError
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import InMemoryLightningStore, LightningStore
+from agl_slime.train.slime.hooks import generate_rollout
+from agl_slime.types import Sample
 from tests.harness.datasource import QUICK, get
-from tests.harness.slime_source import finished_rollouts
+from tests.harness.slime_source import finished_rollouts, names
+from tests.harness.stores import a_turn, enqueue, finish
 from tests.harness.waiting import until
 
 
@@ -99,3 +107,173 @@ async def test_second_reader_and_plain_store_release_nothing() -> None:
             await finished_rollouts(store)
             assert len(await get(source, 1)) == 1
             assert getattr(store, "released", []) == []
+
+
+def source_over(store: LightningStore, directory: Path, args: Any = None, **settings: Any) -> AGLDataSource:
+    return AGLDataSource(
+        args or Namespace(save=str(directory), load=str(directory)),
+        store=store,
+        settings=DataSourceSettings(**{"get_timeout_s": 20.0, "poll_interval_s": 0.01, **settings}),
+    )
+
+
+async def finalized(source: AGLDataSource, n: int) -> None:
+    """Until ``n`` rollouts are in the ledger with an end, or are members of a group that waits."""
+
+    def complete() -> bool:
+        counts = source.groups.ledger.counts()
+        # a failed member of a group that waits is closed in the ledger already
+        waiting = sum(member.ok for member in source.groups.assembler.waiting())
+        return counts.ready + sum(counts.closed.values()) + waiting >= n
+
+    await until(complete)
+
+
+def as_saved(group: list[Sample]) -> list[Any]:
+    return [(sample.index, sample.group_index, sample.rollout_id, sample.to_dict()) for sample in group]
+
+
+async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(tmp_path: Path) -> None:
+    store = BridgeStore()
+    first = source_over(store, tmp_path)
+    groups = {name: await enqueue(store, 2, group_id=name, size=2) for name in ("taken", "ready", "half", "open")}
+    for name in ("taken", "ready"):
+        for rollout_id in groups[name]:
+            await finish(store, rollout_id)
+        await finalized(first, 2 if name == "taken" else 4)
+    [taken] = await get(first, 1)
+    await finish(store, groups["half"][0])
+    await finalized(first, 5)
+    first.save(3)
+    [ready] = first.groups.delivery.ready
+    for number, sample in enumerate(ready, 2):  # as its delivery will, with the newest version that was seen
+        sample.metadata["policy_version"], sample.group_index = 0, 1
+        sample.index = sample.rollout_id = number
+    expected = as_saved(ready)
+    first.stop()
+
+    with source_over(store, tmp_path) as second:
+        second.load(3)
+        assert second.groups.ledger.counts().ready == 2
+        for rollout_id in (groups["half"][1], *groups["open"]):
+            await finish(store, rollout_id, turns=[a_turn(0), a_turn(1)] if rollout_id == groups["open"][1] else None)
+        later = await get(second, 3)
+        assert as_saved(later[0]) == expected
+        assert [set(names([group])) for group in later] == [{*groups[name]} for name in ("ready", "half", "open")]
+        numbers = [(sample.index, sample.rollout_id) for group in [taken, *later] for sample in group]
+        assert numbers == [*zip(range(8), range(8), strict=True), (8, 7)]  # the last rollout has two Samples
+        assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
+        counts = second.groups.ledger.counts()
+        assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
+
+
+async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> None:
+    store = BridgeStore()
+    first = source_over(store, tmp_path, policy=MinimumViableGroup(min_ratio=1.0))
+    ids = await enqueue(store, 3, group_id="g", size=3)
+    await finish(store, ids[0], status="failed", reward=None)
+    await finalized(first, 1)
+    first.save(1)
+    first.stop()
+    with source_over(store, tmp_path) as second:
+        second.load(1)
+        for rollout_id in ids[1:]:
+            await finish(store, rollout_id)
+        await finalized(second, 3)
+        assert second.groups.ledger.counts().reasons == {
+            (Outcome.FAILED, "failed"): 1,
+            (Outcome.CANCELLED, "group_finalized"): 2,
+        }
+        assert len(second.groups.assembler) == 0
+
+
+async def test_plain_store_does_not_repeat_rollouts_trained_before_checkpoint(tmp_path: Path) -> None:
+    store = InMemoryLightningStore(thread_safe=True)
+    ids = await enqueue(store, 6)
+    with source_over(store, tmp_path) as first:
+        for rollout_id in ids[:4]:
+            await finish(store, rollout_id)
+        first.demand(1)
+        await finalized(first, 4)
+        trained = await get(first, 2)
+        first.save(0)
+    with source_over(store, tmp_path, get_timeout_s=0.5) as second:
+        await asyncio.sleep(0.05)  # time in which it could look through the store, and must not
+        second.load(0)
+        for rollout_id in ids[4:]:
+            await finish(store, rollout_id)
+        later = await get(second, 6)  # this store announces nothing, so the call waits for its deadline
+        assert sorted(names(trained + later)) == sorted(ids)
+
+
+async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> None:
+    store = BridgeStore()
+    with source_over(store, tmp_path) as source:
+        await finished_rollouts(store, 2)
+        await finalized(source, 2)
+        source.save(1)
+        await get(source, 1)
+        source.save(2)
+    for step, expected in ((1, 2), (2, 1), (7, 0), (None, 0)):  # no file of the last two
+        with source_over(store, tmp_path) as loaded:
+            loaded.load(*([] if step is None else [step]))
+            assert len(loaded) == expected
+
+
+@pytest.mark.parametrize("batches", [2, 3, 6])
+@pytest.mark.parametrize("saves", [True, False])
+async def test_a_checkpoint_of_the_model_finds_the_state_after_its_batch(saves, batches, tmp_path):
+    """slime saves the model first, and ``train_async.py`` both once the next batch is delivered: with ``saves`` after
+    step 1's, or it is killed between the two."""
+    store = BridgeStore()
+    args = Namespace(save=str(tmp_path), load=str(tmp_path), save_interval=2, rollout_batch_size=1)
+    delivered = []
+    with source_over(store, tmp_path, args=args) as first:
+        ids = await finished_rollouts(store, 6)
+        await finalized(first, 6)
+        for step in range(batches):
+            delivered += names((await asyncio.to_thread(generate_rollout, args, step, first)).samples)
+            if saves and step == min(2, batches - 1):
+                first.save(1)
+    kept = {*range(max(batches - 2, 0), batches), *([1] if saves else [])}
+    assert {path.stem for path in (tmp_path / "rollout").iterdir()} == {f"agl_datasource_{step}" for step in kept}
+    with source_over(store, tmp_path) as second:
+        second.load(1 if saves else batches - 1)
+        later = names(await get(second, 6 - (2 if saves else batches))) if saves or batches < 6 else []
+        assert sorted(delivered[: 2 if saves else batches] + later) == sorted(ids)
+        assert len(second) == 0
+
+
+def test_without_a_directory_nothing_is_saved_or_loaded() -> None:
+    with AGLDataSource(Namespace(), store=BridgeStore()) as source:
+        source.save(0)
+        source.load(0)
+        assert len(source) == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"groups": [[{}]], "index": 0, "group_index": 0, "rollout_number": 0}', "null"]
+)
+def test_a_file_that_is_no_saved_state_is_one_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "agl_datasource_5.json").write_text(content)
+    with (
+        source_over(BridgeStore(), tmp_path) as source,
+        pytest.raises(DataSourceError, match=r"agl_datasource_5\.json is not a saved state"),
+    ):
+        source.load(5)
+
+
+async def test_unserializable_state_is_an_error_and_keeps_the_old_file(tmp_path: Path) -> None:
+    store = BridgeStore()
+    with source_over(store, tmp_path) as source:
+        await finished_rollouts(store)
+        await finalized(source, 1)
+        source.save(0)
+        [file] = (tmp_path / "rollout").iterdir()
+        saved = file.read_text()
+        source.groups.delivery.ready[0][0].metadata["odd"] = object()
+        with pytest.raises(DataSourceError, match="is not JSON"):
+            source.save(0)
+        assert file.read_text() == saved
+        assert list((tmp_path / "rollout").iterdir()) == [file]
