@@ -12,17 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
+from agl_slime import errors
 from agl_slime.agent.tools import ToolManager
 from agl_slime.buffer.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
 from agl_slime.buffer.batched.multi_turn import MultiTurnRollout, Trajectory, trajectory_to_samples
 from agl_slime.engine.client.generation import Generation, SamplingParams
-from agl_slime.errors import (
-    ConfigError,
-    ContextOverflowError,
-    EngineProtocolError,
-    EngineServerError,
-    MissingDependencyError,
-)
 from agl_slime.types import Sample
 from tests.agent.multi_turn_agents import CALL, look
 from tests.harness.conversations import cut, generation_of
@@ -141,7 +135,7 @@ def test_tools_and_sampling_may_differ_per_call_and_per_trajectory() -> None:
             [dict(t) for t in trajectories], tool_manager=managers, sampling_params=SamplingParams(max_new_tokens=100)
         )
         assert [trajectory["messages"][2]["content"] for trajectory in results] == ["aa", "bb"]
-    with pytest.raises(ConfigError, match="got 1 for 2"):
+    with pytest.raises(errors.ConfigError, match="got 1 for 2"):
         MultiTurnRollout(sampler=sampler, template=tokenizer)(trajectories, tool_manager=[ToolManager([look])])
 
 
@@ -191,7 +185,7 @@ def test_rewritten_turns_are_in_the_segments() -> None:
 def test_errors_of_the_engine_are_the_callers() -> None:
     class Broken:
         def sample(self, inputs: Any, sampling_params: Any) -> Any:
-            raise EngineServerError("down")
+            raise errors.EngineServerError("down")
 
     class Short:
         def sample(self, inputs: Any, sampling_params: Any) -> Any:
@@ -199,14 +193,14 @@ def test_errors_of_the_engine_are_the_callers() -> None:
 
     tokenizer = chat_tokenizer("anthropic", "chatml")
     trajectories = [asking("a")]
-    with pytest.raises(EngineServerError, match="down"):
+    with pytest.raises(errors.EngineServerError, match="down"):
         MultiTurnRollout(sampler=Broken(), template=tokenizer)(trajectories)
-    with pytest.raises(EngineProtocolError, match="0 answers to 1 prompts"):
+    with pytest.raises(errors.EngineProtocolError, match="0 answers to 1 prompts"):
         MultiTurnRollout(sampler=Short(), template=tokenizer)(trajectories)
 
 
 def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
-    full = ContextOverflowError("the prompt has 9 tokens")
+    full = errors.ContextOverflowError("the prompt has 9 tokens")
     results, sampler = run({"a": [CALL, full], "b": [CALL, "Two."], "c": [full], "d": [CALL, CALL, "Three."]})
     ends = [(trajectory["end_reason"], trajectory["turns"], trajectory["truncated"]) for trajectory in results]
     overflow = "context_overflow"
@@ -224,7 +218,7 @@ def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
         def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
             texts = [tokenizer.decode(each["input_ids"], skip_special_tokens=False) for each in inputs]
             if any("user\nfull<" in text and "three" in text for text in texts):
-                raise ContextOverflowError("too long")
+                raise errors.ContextOverflowError("too long")
             return [generation_of(tokenizer, "Done." if "three" in text else CALL) for text in texts]
 
     rollout = MultiTurnRollout(sampler=Raises(), template=tokenizer, tool_manager=ToolManager([look]))
@@ -249,8 +243,8 @@ def test_managers_of_one_trajectory_are_closed_at_its_end() -> None:
         async def aclose(self) -> None:
             closed.append(self.name)
 
-    script = {"a": ["One."], "b": [CALL, EngineServerError("down")]}
-    with pytest.raises(EngineServerError):
+    script = {"a": ["One."], "b": [CALL, errors.EngineServerError("down")]}
+    with pytest.raises(errors.EngineServerError):
         run(script, tool_manager=lambda trajectory: ToolManager([Box], task=trajectory))
     run({"a": ["One."]}, tool_manager=ToolManager([Box], task={"id": "shared"}))
     assert sorted(closed) == ["a", "b"]
@@ -258,7 +252,7 @@ def test_managers_of_one_trajectory_are_closed_at_its_end() -> None:
 
 def test_without_ray_remote_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match="pip install ray"):
+    with pytest.raises(errors.MissingDependencyError, match="pip install ray"):
         MultiTurnRollout.remote(sampler=None, template=None)
 
 
@@ -309,9 +303,9 @@ def test_stop_max_tokens_and_other_names_of_twinkle_are_taken_or_refused() -> No
     assert replace(params, temperature=0.0).max_new_tokens == 4096
     payload = SamplingParams(seed=3, repetition_penalty=1.1).to_payload()
     assert (payload["sampling_seed"], payload["repetition_penalty"]) == (3, 1.1)
-    with pytest.raises(ConfigError, match="max_new_tokens"):
+    with pytest.raises(errors.ConfigError, match="max_new_tokens"):
         SamplingParams(max_tokens=0)
-    with pytest.raises(ConfigError, match="num_samples must be 1, got 2"):
+    with pytest.raises(errors.ConfigError, match="num_samples must be 1, got 2"):
         SamplingParams(num_samples=2)
 
 
@@ -330,9 +324,9 @@ def test_tools_are_called_with_their_name_and_a_dict(function: dict[str, Any]) -
 def test_unknown_keywords_and_a_single_trajectory_are_refused(tmp_path: Path) -> None:
     rollout = MultiTurnRollout(sampler=None, template=SimpleNamespace(), trace_dir=str(tmp_path / "traces"))  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]  # before anything runs
-    with pytest.raises(ConfigError, match="sampling_parms: unknown;"):
+    with pytest.raises(errors.ConfigError, match="sampling_parms: unknown;"):
         rollout([], sampling_parms=SamplingParams())
-    with pytest.raises(ConfigError, match="must be a list"):
+    with pytest.raises(errors.ConfigError, match="must be a list"):
         rollout({"messages": [USER]})  # type: ignore[arg-type]
     assert rollout([]) == []
 
@@ -406,7 +400,7 @@ def test_sampling_parameters_that_cannot_be_kept_are_refused() -> None:
         ({"temperature": 1.0}, "sampling_params must be SamplingParams"),
     ]
     for params, sentence in cases:
-        with pytest.raises(ConfigError, match=sentence):
+        with pytest.raises(errors.ConfigError, match=sentence):
             APIMultiTurnRollout(api=Api(), sampling_params=params)  # type: ignore[arg-type]
 
 
@@ -446,7 +440,7 @@ def test_twinkles_import_paths_lead_here_where_twinkle_is_not_installed() -> Non
     ours = (MultiTurnRollout, APIMultiTurnRollout, OpenAI, SamplingParams, ToolManager)
     assert [names[each.__name__] for each in ours] == [*ours]
     del sys.modules[paths]
-    with patch("importlib.util.find_spec"), pytest.raises(ConfigError, match="twinkle is installed"):
+    with patch("importlib.util.find_spec"), pytest.raises(errors.ConfigError, match="twinkle is installed"):
         importlib.import_module(paths)
 
 

@@ -16,20 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agl_slime import errors
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams, WeightSpan
 from agl_slime.engine.client.retry import check_event, context_limit, engine_error, refusal, retry_after_s
-from agl_slime.errors import (
-    ConfigError,
-    ContextOverflowError,
-    EngineError,
-    EngineProtocolError,
-    EngineRequestError,
-    EngineServerError,
-    EngineTimeoutError,
-    EngineUnreachableError,
-    OutOfVocabularyError,
-)
 from tests.harness.engine_faults import Abort
 from tests.harness.engine_servers import Server
 from tests.harness.loop_thread import in_thread
@@ -65,10 +55,10 @@ async def test_ids_and_log_probs_are_the_engines() -> None:
 async def test_invalid_generation_is_refused_before_it_is_sent() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, vocab_size=16, context_length=8) as client:
         for ids, error, message in (
-            ([1, 16], OutOfVocabularyError, "token id 16, outside the model's vocabulary of 16"),
-            ([-1, 2], OutOfVocabularyError, "token id -1"),
-            ([1] * 8, ContextOverflowError, "8 tokens and leaves no room"),
-            ([], EngineRequestError, "no token ids"),
+            ([1, 16], errors.OutOfVocabularyError, "token id 16, outside the model's vocabulary of 16"),
+            ([-1, 2], errors.OutOfVocabularyError, "token id -1"),
+            ([1] * 8, errors.ContextOverflowError, "8 tokens and leaves no room"),
+            ([], errors.EngineRequestError, "no token ids"),
         ):
             with pytest.raises(error, match=message):
                 await client.generate(ids, SamplingParams())
@@ -100,7 +90,7 @@ async def test_the_context_length_of_a_request_limits_prompt_and_answer(engine_l
         generation = await client.generate([1, 2], sampling)
         assert (len(generation.output_ids), generation.finish_reason) == (6, "length")
         assert "context_length" not in engine.received[-1].payload["sampling_params"]
-        with pytest.raises(ContextOverflowError, match="8 tokens" if engine_limit == 100 else "context"):
+        with pytest.raises(errors.ContextOverflowError, match="8 tokens" if engine_limit == 100 else "context"):
             await client.generate([1] * 8, sampling)
 
 
@@ -124,7 +114,7 @@ async def test_an_engine_that_always_aborts_is_an_error(n_tokens: int) -> None:
     settings = ClientSettings(resume_limit=5, backoff_base_s=0.001, backoff_cap_s=0.01)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
         engine.always("/generate", Abort(n_tokens=n_tokens))
-        with pytest.raises(EngineServerError, match="aborted one generation 6 times"):
+        with pytest.raises(errors.EngineServerError, match="aborted one generation 6 times"):
             await client.generate([1, 2], SamplingParams(max_new_tokens=100))
         assert engine.calls["/generate"] == 6
 
@@ -215,12 +205,12 @@ async def test_workers_of_a_plain_server_and_of_a_router() -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2"])
 def test_malformed_url_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ConfigError, match="must look like http://"):
+    with pytest.raises(errors.ConfigError, match="must look like http://"):
         SGLangClient(base_url=url)
 
 
 def test_url_with_a_password_beside_a_key_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"^http://\*\*\*@h:1 has a user or password, and there is a key"):
+    with pytest.raises(errors.ConfigError, match=r"^http://\*\*\*@h:1 has a user or password, and there is a key"):
         SGLangClient(base_url="http://me:s3cret@h:1", settings=ClientSettings(api_key="k"))
 
 
@@ -243,21 +233,23 @@ BAD_ID = sglangs("The input_ids [999] contains values greater than the vocab siz
 @pytest.mark.parametrize(
     ("status", "body", "error", "retry"),
     [
-        (400, PROMPT_TOO_LONG, ContextOverflowError, False),
-        (400, TOTAL_TOO_LONG, ContextOverflowError, False),
-        (400, POOL_TOO_SMALL, ContextOverflowError, False),
-        (400, BAD_ID, OutOfVocabularyError, False),
-        (400, sglangs("Duplicate request ID detected: 12ab"), EngineRequestError, False),
-        (401, '{"error": "Unauthorized"}', EngineRequestError, False),
-        (422, "", EngineRequestError, False),
-        (301, "", EngineProtocolError, True),
-        (408, "", EngineServerError, True),
-        (429, "", EngineServerError, True),
-        (500, "x" * 100_000, EngineServerError, True),
-        (503, '{"detail": "The request queue is full."}', EngineServerError, True),
+        (400, PROMPT_TOO_LONG, errors.ContextOverflowError, False),
+        (400, TOTAL_TOO_LONG, errors.ContextOverflowError, False),
+        (400, POOL_TOO_SMALL, errors.ContextOverflowError, False),
+        (400, BAD_ID, errors.OutOfVocabularyError, False),
+        (400, sglangs("Duplicate request ID detected: 12ab"), errors.EngineRequestError, False),
+        (401, '{"error": "Unauthorized"}', errors.EngineRequestError, False),
+        (422, "", errors.EngineRequestError, False),
+        (301, "", errors.EngineProtocolError, True),
+        (408, "", errors.EngineServerError, True),
+        (429, "", errors.EngineServerError, True),
+        (500, "x" * 100_000, errors.EngineServerError, True),
+        (503, '{"detail": "The request queue is full."}', errors.EngineServerError, True),
     ],
 )
-def test_each_status_maps_to_an_error_and_a_retry_flag(status: int, body: str, error: type[EngineError], retry: bool):
+def test_each_status_maps_to_an_error_and_a_retry_flag(
+    status: int, body: str, error: type[errors.EngineError], retry: bool
+):
     refused = refusal(status, body, endpoint="http://h:1/generate")
     assert type(refused) is error
     assert refused.transient is retry
@@ -276,8 +268,8 @@ def test_the_reason_is_read_in_every_form(body: str) -> None:
 
 def test_context_limit_only_from_the_total_refusal() -> None:
     total, prompt = refusal(400, TOTAL_TOO_LONG), refusal(400, PROMPT_TOO_LONG)
-    assert isinstance(total, ContextOverflowError)
-    assert isinstance(prompt, ContextOverflowError)
+    assert isinstance(total, errors.ContextOverflowError)
+    assert isinstance(prompt, errors.ContextOverflowError)
     assert context_limit(total) == 4096
     assert context_limit(prompt) is None
 
@@ -285,17 +277,17 @@ def test_context_limit_only_from_the_total_refusal() -> None:
 @pytest.mark.parametrize(
     ("exc", "error", "retry"),
     [
-        (TimeoutError(), EngineTimeoutError, True),
-        (aiohttp.SocketTimeoutError("Timeout on reading data from socket"), EngineTimeoutError, True),
-        (aiohttp.ConnectionTimeoutError("Connection timeout"), EngineUnreachableError, True),
-        (aiohttp.ServerDisconnectedError(), EngineUnreachableError, True),
-        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), EngineUnreachableError, True),
-        (aiohttp.ClientPayloadError("not enough data"), EngineUnreachableError, True),
-        (EngineProtocolError("no meta_info"), EngineProtocolError, True),
-        (refusal(400, BAD_ID), OutOfVocabularyError, False),
+        (TimeoutError(), errors.EngineTimeoutError, True),
+        (aiohttp.SocketTimeoutError("Timeout on reading data from socket"), errors.EngineTimeoutError, True),
+        (aiohttp.ConnectionTimeoutError("Connection timeout"), errors.EngineUnreachableError, True),
+        (aiohttp.ServerDisconnectedError(), errors.EngineUnreachableError, True),
+        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), errors.EngineUnreachableError, True),
+        (aiohttp.ClientPayloadError("not enough data"), errors.EngineUnreachableError, True),
+        (errors.EngineProtocolError("no meta_info"), errors.EngineProtocolError, True),
+        (refusal(400, BAD_ID), errors.OutOfVocabularyError, False),
     ],
 )
-def test_each_exception_maps_to_an_error_and_a_retry_flag(exc: Exception, error: type[EngineError], retry: bool):
+def test_each_exception_maps_to_an_error_and_a_retry_flag(exc: Exception, error: type[errors.EngineError], retry: bool):
     verdict = engine_error(exc)
     assert type(verdict) is error
     assert verdict.transient is retry
@@ -321,7 +313,7 @@ def test_a_stream_of_pieces_is_not_taken_for_the_answer() -> None:
 
     for whole in (event(1, 1), event(12, 12), {"meta_info": {"completion_tokens": 2}}, "no object"):
         check_event(whole, endpoint="/generate")
-    with pytest.raises(EngineProtocolError, match="start SGLang without --incremental-streaming-output"):
+    with pytest.raises(errors.EngineProtocolError, match="start SGLang without --incremental-streaming-output"):
         check_event(event(2, 3), endpoint="/generate")  # the second event of 0.5.15 with that flag
 
 
@@ -376,7 +368,7 @@ async def test_lengths(server: Server) -> None:
         SGLangClient(base_url=server.url, context_length=length) as knowing,
         SGLangClient(base_url=server.url) as unknowing,
     ):
-        with pytest.raises(ContextOverflowError):
+        with pytest.raises(errors.ContextOverflowError):
             await unknowing.generate([1] * (length + 1), greedy(1))
         for client, room in itertools.product((knowing, unknowing), (8, 40)):
             generation = await client.generate([1] * (length - room), greedy(100))

@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from agl_slime import errors
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore, vocabulary_digest
-from agl_slime.errors import (
-    ContextOverflowError,
-    EngineError,
-    EngineProtocolError,
-    EngineRequestError,
-    EngineServerError,
-    EngineUnreachableError,
-    OutOfVocabularyError,
-)
 from agl_slime.support.http import listening
 from tests.harness.engine_client import PROMPTS, TOLERANCE, log_softmax
 from tests.harness.engine_servers import Server
@@ -67,9 +59,9 @@ async def test_a_sequence_that_is_refused_does_not_fail_its_batch(scoring: Scori
     good, long, start = await scoring.score([ToScore(PROMPTS[0]), ToScore(too_long), bad_start])
     assert isinstance(good, Scored)
     assert np.abs(good.log_probs - expected(model, PROMPTS[0], 1)).max() < TOLERANCE
-    assert isinstance(long, ContextOverflowError)
-    assert isinstance(start, EngineRequestError)
-    with pytest.raises(EngineRequestError, match="start is 0 with 5 tokens"):
+    assert isinstance(long, errors.ContextOverflowError)
+    assert isinstance(start, errors.EngineRequestError)
+    with pytest.raises(errors.EngineRequestError, match="start is 0 with 5 tokens"):
         await scoring.score_one(PROMPTS[0], 0)
 
 
@@ -77,7 +69,7 @@ async def test_an_id_outside_the_vocabulary_is_never_sent(server: Server):
     async with ScoringClient(base_url=server.url, vocab_size=300) as client:
         ok, outside = await client.score([ToScore([5, 6, 7]), ToScore([5, 6, 300])])
     assert isinstance(ok, Scored)
-    assert isinstance(outside, OutOfVocabularyError)
+    assert isinstance(outside, errors.OutOfVocabularyError)
 
 
 async def test_the_digest_of_the_servers_vocabulary_is_the_tokenizers(scoring: ScoringClient, tokenizer: Any):
@@ -87,7 +79,7 @@ async def test_the_digest_of_the_servers_vocabulary_is_the_tokenizers(scoring: S
     assert vocabulary_digest(["a", "b"]) != vocabulary_digest(["ab", ""])
 
 
-async def answered(answers: list[Any], *, in_flight: int = 4) -> tuple[list[Scored | EngineError], int]:
+async def answered(answers: list[Any], *, in_flight: int = 4) -> tuple[list[Scored | errors.EngineError], int]:
     """The result of five sequences, two per request, with an engine of scripted answers; and its most requests at
     once."""
     running = most = 0
@@ -126,16 +118,16 @@ async def test_requests_are_batched_and_bounded_and_retried():
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ((500, {}), EngineServerError),
+        ((500, {}), errors.EngineServerError),
         ((200, [{"meta_info": meta([1, 2, 3], finish_reason={"type": "abort", "message": "paused"})}] * 2),
-         EngineServerError),
-        ((200, [{"meta_info": meta([1, 2, 4])}] * 2), EngineProtocolError),
-        ((200, [{"meta_info": meta([1, 2, 3])}]), EngineProtocolError),
+         errors.EngineServerError),
+        ((200, [{"meta_info": meta([1, 2, 4])}] * 2), errors.EngineProtocolError),
+        ((200, [{"meta_info": meta([1, 2, 3])}]), errors.EngineProtocolError),
         ((200, [{"meta_info": {"input_token_logprobs": [[None, 1], [float("nan"), 2], [-1.0, 3]]}}] * 2),
-         EngineProtocolError),
+         errors.EngineProtocolError),
     ],
 )  # fmt: skip
-async def test_a_wrong_answer_is_an_error_of_its_batch_only(answer: Any, error: type[EngineError]):
+async def test_a_wrong_answer_is_an_error_of_its_batch_only(answer: Any, error: type[errors.EngineError]):
     results, _ = await answered([answer] * 2, in_flight=1)
     assert [type(result) for result in results] == [error] * 2 + [Scored] * 3
 
@@ -143,4 +135,4 @@ async def test_a_wrong_answer_is_an_error_of_its_batch_only(answer: Any, error: 
 async def test_an_engine_that_is_gone_is_an_error_of_every_sequence():
     async with ScoringClient(base_url="http://127.0.0.1:9", settings=QUICK) as client:
         (only,) = await client.score([ToScore([1, 2])])
-    assert isinstance(only, EngineUnreachableError)
+    assert isinstance(only, errors.EngineUnreachableError)

@@ -25,7 +25,7 @@ def sglang_router(workers: Sequence[str] = (), *, flags: Sequence[str] = (), hos
     process = subprocess.Popen(guarded(command))
     try:
         deadline = time.monotonic() + 30
-        while (listed := _workers(url)) is None or sum(map(_is_healthy, listed)) < len(workers):
+        while (listed := _workers(url)) is None or sum(bool(each.get("is_healthy")) for each in listed) < len(workers):
             assert process.poll() is None, f"the router ended with {process.returncode}"
             assert time.monotonic() < deadline, f"the router lists {listed}"
             time.sleep(0.1)
@@ -33,10 +33,6 @@ def sglang_router(workers: Sequence[str] = (), *, flags: Sequence[str] = (), hos
     finally:
         process.terminate()
         process.wait(10)
-
-
-def _is_healthy(worker: dict[str, object]) -> bool:
-    return bool(worker.get("is_healthy"))
 
 
 def _workers(url: str) -> list[dict[str, object]] | None:

@@ -4,15 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agl_slime.engine.client.generation import WeightSpan
-from agl_slime.support.agl import (
-    AttemptedRollout,
-    EnqueueRolloutRequest,
-    LightningStore,
-    Rollout,
-    RolloutConfig,
-    Span,
-    emit_reward,
-)
+from agl_slime.support import agl
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.turn import Turn
@@ -33,21 +25,21 @@ def a_turn(number: int = 0, *, version: str = "0") -> Turn:
 
 
 async def enqueue_rollouts(
-    store: LightningStore, inputs: Iterable[Any], *, mode: Any = "train", metadata: Any = None, **config: Any
-) -> list[Rollout]:
+    store: agl.LightningStore, inputs: Iterable[Any], *, mode: Any = "train", metadata: Any = None, **config: Any
+) -> list[agl.Rollout]:
     """A rollout per input."""
-    fields: dict[str, Any] = {"mode": mode, "metadata": metadata or {}, "config": RolloutConfig(**config)}
-    return [*await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=item, **fields) for item in inputs])]
+    fields: dict[str, Any] = {"mode": mode, "metadata": metadata or {}, "config": agl.RolloutConfig(**config)}
+    return [*await store.enqueue_many_rollouts([agl.EnqueueRolloutRequest(input=item, **fields) for item in inputs])]
 
 
-async def enqueue_group(store: LightningStore, group_id: str, *, size: int, **more: str) -> list[Rollout]:
+async def enqueue_group(store: agl.LightningStore, group_id: str, *, size: int, **more: str) -> list[agl.Rollout]:
     """The rollouts of a group as the loop enqueues them, with ``more`` metadata."""
     metadata = {"group_id": group_id, "group_size": size, **more}
     return await enqueue_rollouts(store, [{"n": i} for i in range(size)], metadata=metadata)
 
 
 async def enqueue(
-    store: LightningStore,
+    store: agl.LightningStore,
     n: int = 1,
     *,
     group_id: str | None = None,
@@ -64,23 +56,23 @@ async def enqueue(
     return [rollout.rollout_id for rollout in rollouts]
 
 
-async def enqueue_inputs(store: LightningStore, inputs: Iterable[Any], **config: Any) -> list[str]:
+async def enqueue_inputs(store: agl.LightningStore, inputs: Iterable[Any], **config: Any) -> list[str]:
     """Ids of rollouts without a group, one per input."""
     return [rollout.rollout_id for rollout in await enqueue_rollouts(store, inputs, **config)]
 
 
-async def claim(store: LightningStore, worker_id: str = "w") -> AttemptedRollout:
+async def claim(store: agl.LightningStore, worker_id: str = "w") -> agl.AttemptedRollout:
     [claimed] = await store.dequeue_many_rollouts(limit=1, worker_id=worker_id)
     return claimed
 
 
-def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> Span:
-    return Span.from_attributes(
+def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> agl.Span:
+    return agl.Span.from_attributes(
         rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes
     )
 
 
-async def execute(store: LightningStore, count: int, *, span_chars: int = 100) -> list[str]:
+async def execute(store: agl.LightningStore, count: int, *, span_chars: int = 100) -> list[str]:
     """Enqueue and finish rollouts with one span each; their ids."""
     ids = await enqueue(store, count)
     for _ in ids:
@@ -92,7 +84,7 @@ async def execute(store: LightningStore, count: int, *, span_chars: int = 100) -
 
 
 async def finish(
-    store: LightningStore,
+    store: agl.LightningStore,
     rollout_id: str,
     *,
     reward: Any = 1.0,
@@ -106,11 +98,11 @@ async def finish(
     written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in ([a_turn(number)] if turns is None else turns)]
     if reward is not None:
         first = next(iter(reward)) if isinstance(reward, dict) else None
-        core = emit_reward(reward, primary_key=first, propagate=False)
+        core = agl.emit_reward(reward, primary_key=first, propagate=False)
         written.append((core.name, dict(core.attributes)))
     ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
     spans = [
-        Span.from_attributes(name=name, attributes=attributes, sequence_id=i + 1, start_time=i, end_time=i, **ids)
+        agl.Span.from_attributes(name=name, attributes=attributes, sequence_id=i + 1, start_time=i, end_time=i, **ids)
         for i, (name, attributes) in enumerate(written)
     ]
     if spans:

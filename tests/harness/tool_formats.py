@@ -235,10 +235,6 @@ def tokenizer_of(kind: str, *, opens: bool = False) -> Any:
     return tokenizer
 
 
-def call_of(name: str, arguments: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-
-
 @functools.cache
 def _compiled(kind: str) -> Any:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -250,7 +246,8 @@ def written(
     kind: str, calls: Sequence[tuple[str, Mapping[str, Any]]], content: str = "", reasoning: str | None = None
 ) -> str:
     """An answer as the format's template writes it, without the end of the turn."""
-    listed = [call_of(name, arguments, number) for number, (name, arguments) in enumerate(calls)]
+    functions = [{"name": name, "arguments": dict(arguments)} for name, arguments in calls]
+    listed = [{"id": f"call_{number}", "type": "function", "function": each} for number, each in enumerate(functions)]
     message = {"role": "assistant", "content": content, "tool_calls": listed, "reasoning_content": reasoning}
     text = _compiled(kind).render(messages=[message])
     return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")

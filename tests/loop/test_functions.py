@@ -29,10 +29,6 @@ class Steps:
         return step
 
 
-def positional_only(iteration: int = 0, /) -> Any:
-    return iteration
-
-
 @pytest.mark.parametrize(
     ("function", "result"),
     [
@@ -44,7 +40,7 @@ def positional_only(iteration: int = 0, /) -> Any:
         (lambda batch_size=16, *, rollout_id=0: (batch_size, rollout_id), (16, 7)),
         (lambda *arguments: arguments, (7,)),
         (lambda *arguments, iteration=0: (arguments, iteration), ((), 7)),
-        (positional_only, 0),
+        (lambda iteration=0, /: iteration, 0),
         (partial(lambda batch_size, iteration: (batch_size, iteration), 16), (16, 7)),
         (Steps(), 7),
         (Steps().method, 7),

@@ -26,10 +26,6 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_HEALTH_CHECK_INTERVAL_S", 0.05)
 
 
-def divides_by_zero(iteration: int) -> dict[str, float]:
-    return {"train/loss": 1 / (2 - iteration)}
-
-
 async def is_not_a_number(iteration: int) -> dict[str, float]:
     raise TrainerError("the loss is NaN")
 
@@ -46,7 +42,7 @@ def no_difficulty(rng: Any) -> dict[str, Any]:
     ("function", "error", "sentence", "iterations"),
     [
         (
-            {"train": divides_by_zero},
+            {"train": lambda iteration: {"train/loss": 1 / (2 - iteration)}},
             LoopError,
             r"^iteration 2: training failed with ZeroDivisionError: .*\(test_parts\.py, line \d+\)$",
             1,

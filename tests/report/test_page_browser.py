@@ -229,10 +229,6 @@ LISTEN = """() => {
 }"""
 
 
-def kept_of(run: Path) -> dict[str, dict[str, Any]]:
-    return {line["rollout_id"]: line for line in iter_jsonl(run / "rollouts.jsonl")}
-
-
 def hover_trained(page: Any, sample: dict[str, Any], offset: int) -> None:
     """Point at a token of the response; its facts equal the recorded ones."""
     place = sample["prompt_length"] + offset
@@ -270,7 +266,7 @@ def test_the_first_command_is_followed_and_read_to_its_tokens(page: Any, tmp_pat
         assert len(set(grown) - {0}) >= 3, grown  # it grew during the run
         assert grown[-1] == 10
         assert process.end()[0] == 0, process.text
-    rollouts = kept_of(run)
+    rollouts = {line["rollout_id"]: line for line in iter_jsonl(run / "rollouts.jsonl")}
     opened(page, write_report([run]))
     page.locator("figure .u-over").first.click(position={"x": 5, "y": 40})
     heading(page, "Step 1")

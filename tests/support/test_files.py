@@ -12,16 +12,8 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError, DiskFullError
+from agl_slime.support import files
 from agl_slime.support.database import Database
-from agl_slime.support.files import (
-    remove_directory,
-    remove_leftovers,
-    scratch_directory,
-    sole_owner,
-    whole_directory,
-    whole_file,
-    write_file,
-)
 
 
 def names(directory: Path) -> list[str]:
@@ -32,10 +24,10 @@ def names(directory: Path) -> list[str]:
 def whole(kind: str, target: Path, **options: Any) -> Any:
     """Yields a function that writes text into the file or the directory ``target``."""
     if kind == "file":
-        with whole_file(target, **options) as file:
+        with files.whole_file(target, **options) as file:
             yield lambda text: file.write(text.encode())
     else:
-        with whole_directory(target, **options) as directory:
+        with files.whole_directory(target, **options) as directory:
             yield lambda text: (directory / f"weights-{text}").write_text(text)
 
 
@@ -75,10 +67,10 @@ def test_durable_writes_go_through_to_the_disk_before_the_rename(tmp_path, monke
         flushed.append(os.readlink(f"/proc/self/fd/{descriptor}").replace(f"{tmp_path}", "").rpartition("/")[2])
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with whole_directory(tmp_path / "step_1", durable=durable) as fresh:
+    with files.whole_directory(tmp_path / "step_1", durable=durable) as fresh:
         (fresh / "trainer").mkdir()
         (fresh / "trainer" / "weights").write_text("new")
-    with whole_file(tmp_path / "state.json", durable=durable) as file:
+    with files.whole_file(tmp_path / "state.json", durable=durable) as file:
         file.write(b"{}")
     if not durable:
         assert flushed == []
@@ -103,8 +95,8 @@ with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] +
 def test_killed_writers_leftovers_are_removed_by_the_next(tmp_path: Path):
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
     assert len(names(tmp_path)) == 2
-    with whole_directory(tmp_path / "step_2") as fresh:
-        remove_leftovers(tmp_path)
+    with files.whole_directory(tmp_path / "step_2") as fresh:
+        files.remove_leftovers(tmp_path)
         assert fresh.exists()  # of a running writer
     assert names(tmp_path) == ["step_2"]
 
@@ -120,12 +112,12 @@ def test_a_target_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path, m
 
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Path, "rename", killed)
-        with whole_directory(target):
+        with files.whole_directory(target):
             pass
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not target.exists()
-    remove_leftovers(tmp_path)
+    files.remove_leftovers(tmp_path)
     assert content("directory", target) == ["old"]
     assert names(tmp_path) == ["step_1"]
 
@@ -141,21 +133,21 @@ with scratch_directory(pathlib.Path(sys.argv[1]), "weights") as directory:
     memory = tmp_path / "memory"
     subprocess.run([sys.executable, "-c", program, str(memory)], check=True)
     (leftover,) = memory.iterdir()
-    with scratch_directory(memory, "weights") as first, scratch_directory(memory, "weights") as second:
+    with files.scratch_directory(memory, "weights") as first, files.scratch_directory(memory, "weights") as second:
         assert {first, second} == set(memory.iterdir())
         assert leftover not in (first, second)
     assert not names(memory)
 
 
 def test_a_directory_has_one_owner(tmp_path: Path):
-    with sole_owner(tmp_path), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
-        sole_owner(tmp_path).__enter__()
+    with files.sole_owner(tmp_path), pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
+        files.sole_owner(tmp_path).__enter__()
 
 
 def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = tmp_path / "step_1"
     for name in ("weights", "loop.json"):
-        write_file(target / name, "old")
+        files.write_file(target / name, "old")
 
     def die_half_way(path: Path, **options: object) -> None:
         next(Path(path).iterdir()).unlink()
@@ -164,7 +156,7 @@ def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", die_half_way)
         with pytest.raises(KeyboardInterrupt):
-            remove_directory(target)
+            files.remove_directory(target)
     assert not target.exists()
     assert len(names(tmp_path)) == 1
 
@@ -174,7 +166,7 @@ def test_the_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
         with pytest.raises(DiskFullError, match=r"too large .*ulimit -f"):
-            write_file(tmp_path / "x", b"0" * 10_000)
+            files.write_file(tmp_path / "x", b"0" * 10_000)
         with pytest.raises(DiskFullError, match=r"too large .*ulimit -f"), database.transaction() as connection:
             connection.execute("CREATE TABLE x AS SELECT zeroblob(1000000)")
     finally:

@@ -16,23 +16,15 @@ from hypothesis import strategies as st
 
 from agl_slime.engine.client.transport import _encoded
 from agl_slime.errors import TraceError
-from agl_slime.tokens.codec import (
-    TokenBuffer,
-    log_prob_array,
-    pack_array,
-    shared_length,
-    token_array,
-    unpack_log_probs,
-    unpack_token_ids,
-)
+from agl_slime.tokens import codec
 
 
 def pack_token_ids(ids: Any) -> str:
-    return pack_array(token_array(ids))
+    return codec.pack_array(codec.token_array(ids))
 
 
 def pack_log_probs(values: Any) -> str:
-    return pack_array(log_prob_array(values))
+    return codec.pack_array(codec.log_prob_array(values))
 
 
 def test_wire_format_is_little_endian_32_bits_in_base64():
@@ -43,12 +35,12 @@ def test_wire_format_is_little_endian_32_bits_in_base64():
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_ids_round_trip(ids: list[int]):
     for values in (ids, tuple(ids), np.array(ids, dtype=np.int64), np.array(ids, dtype=">i4")):
-        assert unpack_token_ids(pack_token_ids(values)).tolist() == ids
+        assert codec.unpack_token_ids(pack_token_ids(values)).tolist() == ids
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
 def test_float32_log_probs_round_trip_bit_for_bit(values: list[float]):
-    back = unpack_log_probs(pack_log_probs(values)).tolist()
+    back = codec.unpack_log_probs(pack_log_probs(values)).tolist()
     assert [value.hex() for value in back] == [value.hex() for value in values]
 
 
@@ -63,7 +55,7 @@ def test_histories_part_where_their_first_two_items_differ(pair: tuple[Any, Any]
     a, b = pair
     for left, right in ((a, b), (a, a[:shared] + b if type(a) is type(b) else b)):
         alike = sum(1 for _ in takewhile(lambda items: items[0] == items[1], zip(left, right, strict=False)))
-        assert shared_length(left, right) == alike
+        assert codec.shared_length(left, right) == alike
 
 
 def test_ids_outside_32_bits_and_no_integers_are_refused() -> None:
@@ -85,27 +77,27 @@ def test_non_finite_log_probs_are_refused_with_their_position() -> None:
 @pytest.mark.parametrize("bad", ["not base64!", base64.b64encode(b"12345").decode(), "é", None])
 def test_a_damaged_string_is_refused(bad: str):
     with pytest.raises(TraceError):
-        unpack_token_ids(bad)
+        codec.unpack_token_ids(bad)
     with pytest.raises(TraceError, match="finite"):
-        unpack_log_probs(base64.b64encode(struct.pack("<f", float("nan"))).decode())
+        codec.unpack_log_probs(base64.b64encode(struct.pack("<f", float("nan"))).decode())
 
 
 def test_arrays_are_read_only_and_not_the_callers():
     mine = np.array([1, 2, 3], dtype=np.int32)
-    ids = token_array(mine)
+    ids = codec.token_array(mine)
     mine[0] = 9
     assert ids.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 5
     with pytest.raises(ValueError, match="read-only"):
-        log_prob_array([-1.0])[0] = 0.0
+        codec.log_prob_array([-1.0])[0] = 0.0
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(["on", "on", "back", "ask"]), st.lists(st.integers(0, 2**31 - 1), max_size=5)))
 )
 def test_prompt_is_encoded_as_the_json_of_its_ids_after_any_history(steps: list[Any]) -> None:
-    buffer, ids = TokenBuffer(), list[int]()
+    buffer, ids = codec.TokenBuffer(), list[int]()
     for kind, added in steps:
         length = len(ids) // 2 if kind == "back" else len(ids)
         prompt = buffer.prompt(length, added)
@@ -120,7 +112,7 @@ def test_prompt_is_encoded_as_the_json_of_its_ids_after_any_history(steps: list[
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_forked_process_does_not_share_its_token_buffer() -> None:
-    buffer = TokenBuffer(range(3_000))
+    buffer = codec.TokenBuffer(range(3_000))
     buffer.extend([1])  # into pages of its own
     if (child := os.fork()) == 0:
         try:
@@ -134,14 +126,14 @@ def test_forked_process_does_not_share_its_token_buffer() -> None:
 
 def test_token_buffer_works_without_memory_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError("Cannot allocate memory")))
-    buffer = TokenBuffer(range(3_000))
+    buffer = codec.TokenBuffer(range(3_000))
     buffer.extend(range(30_000))
     buffer.cut(29_000)
     assert buffer.ids.tolist() == [*range(3_000), *range(26_000)]
 
 
 def test_views_of_a_token_buffer_do_not_change() -> None:
-    buffer, views = TokenBuffer(), []
+    buffer, views = codec.TokenBuffer(), []
     for n in range(600):
         buffer.extend([n])
         views.append(buffer.ids)

@@ -33,43 +33,31 @@ from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
 from agl_slime.tools.forensics.gaps import Diagnosis, KeptSample, explain
 from tests.harness.engine_servers import Server
 from tests.harness.slime_dumps import write_dump
-from tests.tools.forensics.autopsies import (
-    BASE,
-    NEW,
-    OLD,
-    Bench,
-    cause,
-    is_clean,
-    on_response,
-    prompt_log_probs,
-    sample_rollouts,
-    serve,
-    slime_sample,
-)
+from tests.tools.forensics import autopsies
 
 
-def test_a_clean_engine_has_no_cause(bench: Bench, routed: Bench):
+def test_a_clean_engine_has_no_cause(bench: autopsies.Bench, routed: autopsies.Bench):
     for diagnosis in (
         bench.diagnosis(bench.sampled()),
         bench.diagnosis(bench.scored()),
         routed.diagnosis(routed.sampled()),
     ):
-        assert is_clean(diagnosis)
+        assert autopsies.is_clean(diagnosis)
         assert diagnosis.sentence.startswith("Sampler and model agree")
 
 
-def without_marks(bench: Bench, ids: np.ndarray) -> np.ndarray:
+def without_marks(bench: autopsies.Bench, ids: np.ndarray) -> np.ndarray:
     return ids[(ids != bench.tokenizer.eos_token_id) | (np.arange(len(ids)) == len(ids) - 1)]
 
 
-def without_line_ends(bench: Bench, ids: np.ndarray) -> np.ndarray:
+def without_line_ends(bench: autopsies.Bench, ids: np.ndarray) -> np.ndarray:
     """Messages that follow the end mark at once."""
     marks = np.r_[False, ids[:-1] == bench.tokenizer.eos_token_id]
     return ids[~(marks & (ids == bench.tokenizer.encode("\n")[0]))]
 
 
 @given(number=st.integers(0, 3), token=st.integers(0, 5), nats=st.floats(1.0, 9.0), sign=st.sampled_from([-1, 1]))
-def test_a_planted_token_is_the_worst_one(bench: Bench, number: int, token: int, nats: float, sign: int):
+def test_a_planted_token_is_the_worst_one(bench: autopsies.Bench, number: int, token: int, nats: float, sign: int):
     rng = np.random.default_rng(token)
     samples = [replace(sample, pieces=[f"p{n}" for n in range(len(sample.ids))]) for sample in bench.samples]
     recorded = [values.copy() for values in bench.sampled()]
@@ -83,7 +71,7 @@ def test_a_planted_token_is_the_worst_one(bench: Bench, number: int, token: int,
     assert gaps == sorted(gaps, reverse=True)
 
 
-def another_rendering(bench: Bench) -> Diagnosis:
+def another_rendering(bench: autopsies.Bench) -> Diagnosis:
     def rendered(sample: KeptSample) -> list[int]:
         text = bench.tokenizer.decode(sample.ids[: sample.prompt_length]).replace("Call lookup", "You may call lookup")
         return bench.tokenizer.encode(text, add_special_tokens=False)
@@ -98,7 +86,7 @@ def another_rendering(bench: Bench) -> Diagnosis:
     return bench.diagnosis(bench.scored(edit), renderings=renderings)
 
 
-def without_earlier_thinking(bench: Bench) -> Diagnosis:
+def without_earlier_thinking(bench: autopsies.Bench) -> Diagnosis:
     tokenizer = copy.deepcopy(bench.tokenizer)
     begin, end = 451, 450  # the tiny vocabulary has no marks of thinking: two tokens stand for them
     tokenizer.get_vocab = lambda: {"<think>": begin, "</think>": end}
@@ -120,31 +108,31 @@ def without_earlier_thinking(bench: Bench) -> Diagnosis:
     return replace(bench, tokenizer=tokenizer, samples=second_turns).diagnosis(recorded)
 
 
-def stale_cache(bench: Bench) -> list[np.ndarray]:
+def stale_cache(bench: autopsies.Bench) -> list[np.ndarray]:
     """A real prefix cache that an update of the weights does not empty."""
-    engine = Engine(bench.model(OLD), bench.tokenizer)
+    engine = Engine(bench.model(autopsies.OLD), bench.tokenizer)
     try:
-        serve(engine, [sample.ids[: sample.prompt_length] for sample in bench.samples], max_new_tokens=1)
+        autopsies.serve(engine, [sample.ids[: sample.prompt_length] for sample in bench.samples], max_new_tokens=1)
         engine._slots.stale = lambda: None  # type: ignore[method-assign]
         engine.update_weights(dict(bench.model().state_dict())).result(30)
         starts = [sample.prompt_length - 1 for sample in bench.samples]
-        requests = serve(engine, [sample.ids for sample in bench.samples], start=starts, max_new_tokens=0)
+        requests = autopsies.serve(engine, [sample.ids for sample in bench.samples], start=starts, max_new_tokens=0)
     finally:
         engine.close()
     assert all(request.cached_tokens > 0 for request in requests)
     return [
-        prompt_log_probs(request)[sample.places - sample.prompt_length + 1].astype(np.float32)
+        autopsies.prompt_log_probs(request)[sample.places - sample.prompt_length + 1].astype(np.float32)
         for sample, request in zip(bench.samples, requests, strict=True)
     ]
 
 
-def partial_update(bench: Bench) -> list[np.ndarray]:
-    mixed, old = bench.model(), bench.model(OLD).state_dict()
+def partial_update(bench: autopsies.Bench) -> list[np.ndarray]:
+    mixed, old = bench.model(), bench.model(autopsies.OLD).state_dict()
     mixed.load_state_dict({k: old[k] if ".layers.1." in k else v for k, v in mixed.state_dict().items()})
     return bench.scored(model=mixed)
 
 
-def linear_rope(bench: Bench) -> list[np.ndarray]:
+def linear_rope(bench: autopsies.Bench) -> list[np.ndarray]:
     config = bench.model().config
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -152,7 +140,7 @@ def linear_rope(bench: Bench) -> list[np.ndarray]:
     return bench.scored(model=model)
 
 
-def in_half_precision(bench: Bench, *, head_only: bool) -> Diagnosis:
+def in_half_precision(bench: autopsies.Bench, *, head_only: bool) -> Diagnosis:
     model, scores = bench.model(), []
     head = copy.deepcopy(model.lm_head).bfloat16()
     if not head_only:
@@ -165,7 +153,7 @@ def in_half_precision(bench: Bench, *, head_only: bool) -> Diagnosis:
     return bench.diagnosis(scores)
 
 
-def padded_vocabulary(bench: Bench) -> Diagnosis:
+def padded_vocabulary(bench: autopsies.Bench) -> Diagnosis:
     """460 ids padded to 512 by rows of zeros, as Megatron's."""
     model, scores = bench.model(), []
     with torch.no_grad():
@@ -176,16 +164,16 @@ def padded_vocabulary(bench: Bench) -> Diagnosis:
     return bench.diagnosis(scores)
 
 
-Fault = Callable[[Bench], Diagnosis]
+Fault = Callable[[autopsies.Bench], Diagnosis]
 
 
-def of_ids(edit: Callable[[Bench, np.ndarray], np.ndarray]) -> Fault:
+def of_ids(edit: Callable[[autopsies.Bench, np.ndarray], np.ndarray]) -> Fault:
     return lambda bench: bench.diagnosis(bench.scored(lambda ids: edit(bench, ids)))
 
 
-def of_weights(scored: Callable[[Bench], list[np.ndarray]]) -> Fault:
-    def diagnosis(bench: Bench) -> Diagnosis:
-        result = bench.diagnosis(scored(bench), without_adapter=bench.directory / BASE)
+def of_weights(scored: Callable[[autopsies.Bench], list[np.ndarray]]) -> Fault:
+    def diagnosis(bench: autopsies.Bench) -> Diagnosis:
+        result = bench.diagnosis(scored(bench), without_adapter=bench.directory / autopsies.BASE)
         assert result.first is not None
         assert result.first.unexplained < 0.1 * result.gap
         return result
@@ -196,8 +184,8 @@ def of_weights(scored: Callable[[Bench], list[np.ndarray]]) -> Fault:
 def of_sampling(sampling: dict[str, Any], **conditions: Any) -> Fault:
     """Log-probs by a convention of the engine or of the trainer alone."""
 
-    def diagnosis(bench: Bench) -> Diagnosis:
-        skewed = replace(bench, samples=sample_rollouts(bench.model(), bench.tokenizer, **sampling))
+    def diagnosis(bench: autopsies.Bench) -> Diagnosis:
+        skewed = replace(bench, samples=autopsies.sample_rollouts(bench.model(), bench.tokenizer, **sampling))
         return skewed.diagnosis(skewed.sampled(), **conditions)
 
     return diagnosis
@@ -218,8 +206,8 @@ MORE_FAULTS: dict[str, Fault] = {
     "token_removed": of_ids(lambda bench, ids: np.delete(ids, 9)),
     "token_inserted": of_ids(lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0])),
     "thinking": without_earlier_thinking,
-    "late_weights": of_weights(lambda bench: bench.scored(model=bench.model(OLD))),
-    "adapter": of_weights(lambda bench: bench.scored(model=bench.model(BASE))),
+    "late_weights": of_weights(lambda bench: bench.scored(model=bench.model(autopsies.OLD))),
+    "adapter": of_weights(lambda bench: bench.scored(model=bench.model(autopsies.BASE))),
     "partial_weights": of_weights(partial_update),
     "rope": of_weights(linear_rope),
     "bf16_head": lambda bench: in_half_precision(bench, head_only=True),
@@ -231,16 +219,16 @@ MORE_FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAULTS)])
-def test_a_planted_fault_is_named_first(bench: Bench, fault: str):
+def test_a_planted_fault_is_named_first(bench: autopsies.Bench, fault: str):
     diagnosis = (FAULTS | MORE_FAULTS)[fault](bench)
-    assert cause(diagnosis) == fault.partition(" ")[0], diagnosis.sentence
+    assert autopsies.cause(diagnosis) == fault.partition(" ")[0], diagnosis.sentence
 
 
-def test_faults_that_only_a_measurement_finds_are_named_first(bench: Bench):
+def test_faults_that_only_a_measurement_finds_are_named_first(bench: autopsies.Bench):
     right, stale = bench.scored(), stale_cache(bench)
     wrong = [replace(sample, sampler=values) for sample, values in zip(bench.samples, stale, strict=True)]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    about: dict[str, Any] = {"version": "3", "weights": bench.directory / NEW, "sampling": sampling}
+    about: dict[str, Any] = {"version": "3", "weights": bench.directory / autopsies.NEW, "sampling": sampling}
     cases = [Case(samples=samples, **about) for samples in (bench.samples, wrong)]
     diagnoses = [diagnose(case) for case in cases]
     for fault, number, (fresh, cached, batch) in (
@@ -251,7 +239,7 @@ def test_faults_that_only_a_measurement_finds_are_named_first(bench: Bench):
     ):
         measured = Measured(fresh=fresh, cached=cached, batch=batch, versions=frozenset("3"))
         diagnosis = with_engine(diagnoses[number], measured, cases[number])
-        assert cause(diagnosis) == fault, diagnosis.sentence
+        assert autopsies.cause(diagnosis) == fault, diagnosis.sentence
 
 
 REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -261,7 +249,7 @@ REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench):
+def test_a_wrong_replay_of_the_router_is_named_first(routed: autopsies.Bench):
     assert all(sample.experts is not None and len(sample.experts) == len(sample.ids) - 1 for sample in routed.samples)
     for fault, change in REPLAYS.items():
         wrong = [replace(sample, experts=change(sample.experts)) for sample in routed.samples]
@@ -271,7 +259,7 @@ def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench):
         assert diagnosis.first.unexplained < 1e-4 < 0.01 < diagnosis.gap
 
 
-def test_an_unknown_cause_has_no_name(bench: Bench):
+def test_an_unknown_cause_has_no_name(bench: autopsies.Bench):
     for nats, end in ((3.0, "half of it."), (0.02, "; rounding to bfloat16 alone gives up to 0.05.")):
         rng = np.random.default_rng(0)
         recorded = [values - rng.exponential(nats, len(values)).astype(np.float32) for values in bench.sampled()]
@@ -291,7 +279,7 @@ def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, ver
     lines = []
     for sample in samples:
         scores = (sample.sampler, sample.sampler)
-        tokens = describe_tokens(slime_sample(sample, version), lambda ids: [], scores=scores)  # type: ignore[arg-type]
+        tokens = describe_tokens(autopsies.slime_sample(sample, version), lambda ids: [], scores=scores)  # type: ignore[arg-type]
         lines.append({"rollout_id": sample.rollout_id, "messages": [*sample.messages], "samples": [tokens]})
     file.append(1, lines)
     file.close()
@@ -306,9 +294,12 @@ async def diagnose_run(run: Path, url: str) -> tuple[Diagnosis, str]:
 @pytest.mark.slow
 async def test_a_run_is_diagnosed_from_its_files_and_its_engine(bench, policy_dir, embedded_engine, tmp_path):
     """Without the system message, its end mark and line end; and with later weights than the engine's."""
-    samples, mark = sample_rollouts(bench.model(BASE), bench.tokenizer), bench.tokenizer.eos_token_id
+    samples, mark = (
+        autopsies.sample_rollouts(bench.model(autopsies.BASE), bench.tokenizer),
+        bench.tokenizer.eos_token_id,
+    )
     bare = replace(bench, samples=samples).scored(
-        lambda ids: ids[np.flatnonzero(ids == mark)[0] + 2 :], model=bench.model(BASE)
+        lambda ids: ids[np.flatnonzero(ids == mark)[0] + 2 :], model=bench.model(autopsies.BASE)
     )
     planted = [replace(sample, sampler=values) for sample, values in zip(samples, bare, strict=True)]
     run = write_run(tmp_path / "bare", planted, base=policy_dir, version="0")
@@ -317,13 +308,13 @@ async def test_a_run_is_diagnosed_from_its_files_and_its_engine(bench, policy_di
     assert diagnosis.differences["engine"] < 1e-4 < diagnosis.differences["decode"]
 
     run = write_run(tmp_path / "late", bench.samples, base=policy_dir, version="3")
-    shutil.copytree(bench.directory / NEW, run / "weights" / NEW)
+    shutil.copytree(bench.directory / autopsies.NEW, run / "weights" / autopsies.NEW)
     diagnosis, version = await diagnose_run(run, embedded_engine)  # it serves the start model
     assert (version, diagnosis.gap < 1e-4) == ("3", True)
     assert diagnosis.sentence.startswith("engine: the engine's prefill is not what the model's own code computes")
 
 
-async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, bench: Bench, tmp_path: Path):
+async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, bench: autopsies.Bench, tmp_path: Path):
     sampling = SamplingParams(temperature=0.9, max_new_tokens=16)
     samples = []
     async with SGLangClient(base_url=server.url) as client:
@@ -341,7 +332,7 @@ async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, be
     assert {"sampler", "cache", "batch", "engine"} <= {*diagnosis.differences}
 
 
-def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):
+def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: autopsies.Bench, policy_dir: Path, tmp_path: Path):
     def refused(directory: Path, sentence: str) -> None:
         with pytest.raises(ConfigError, match=sentence):
             asyncio.run(diagnose_run(directory, "http://127.0.0.1:9"))
@@ -355,7 +346,7 @@ def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_
 
 def diagnosis_of_dump(
     directory: Path,
-    bench: Bench,
+    bench: autopsies.Bench,
     samples: Sequence[KeptSample],
     *flags: str,
     trainer: Sequence[np.ndarray] | None = None,
@@ -364,41 +355,41 @@ def diagnosis_of_dump(
     """Of slime's dump of a step, with the bench's Samples and the trainer's log-probs."""
     columns = None
     if trainer is not None:
-        columns = {"log_probs": [on_response(*pair) for pair in zip(samples, trainer, strict=True)]}
-    write_dump(directory, 7, [slime_sample(sample) for sample in samples], columns)
-    settings = AutopsyConfig(**{"run_dir": directory, "step": 7, "model": bench.directory / NEW, **config})
+        columns = {"log_probs": [autopsies.on_response(*pair) for pair in zip(samples, trainer, strict=True)]}
+    write_dump(directory, 7, [autopsies.slime_sample(sample) for sample in samples], columns)
+    settings = AutopsyConfig(**{"run_dir": directory, "step": 7, "model": bench.directory / autopsies.NEW, **config})
     diagnosis, case = asyncio.run(autopsy(settings, slime_flags=flags))
     assert (case.version, len(case.samples)) == ("3", len(samples))
     return diagnosis
 
 
-def test_a_clean_dump_of_slimes_has_no_cause(bench: Bench, routed: Bench, tmp_path: Path):
+def test_a_clean_dump_of_slimes_has_no_cause(bench: autopsies.Bench, routed: autopsies.Bench, tmp_path: Path):
     for number, clean in enumerate((bench, routed)):
         diagnosis = diagnosis_of_dump(tmp_path / str(number), clean, clean.samples, trainer=clean.sampled())
-        assert is_clean(diagnosis)
+        assert autopsies.is_clean(diagnosis)
         assert {name: nats < 1e-4 for name, nats in diagnosis.differences.items()} == {"sampler": True, "trainer": True}
 
 
 def test_faults_in_slimes_dumps_are_named_first(bench, tmp_path, capsys):
-    cooler = sample_rollouts(bench.model(), bench.tokenizer, temperature=0.7)
-    late = sample_rollouts(bench.model(OLD), bench.tokenizer)
+    cooler = autopsies.sample_rollouts(bench.model(), bench.tokenizer, temperature=0.7)
+    late = autopsies.sample_rollouts(bench.model(autopsies.OLD), bench.tokenizer)
     for samples, fault, config in (
         (cooler, "temperature", {}),
-        (late, "late_weights", {"others": (bench.directory / OLD,)}),
+        (late, "late_weights", {"others": (bench.directory / autopsies.OLD,)}),
     ):
         diagnosis = diagnosis_of_dump(tmp_path / fault, bench, samples, **config)
-        assert (cause(diagnosis), diagnosis.subject) == (fault, "sampler"), diagnosis.sentence
-    main([str(tmp_path / "temperature"), "--step", "7", "--model", str(bench.directory / NEW)])
+        assert (autopsies.cause(diagnosis), diagnosis.subject) == (fault, "sampler"), diagnosis.sentence
+    main([str(tmp_path / "temperature"), "--step", "7", "--model", str(bench.directory / autopsies.NEW)])
     assert re.search(r"left after it:\n +[\d.e-]+ +[\d.e-]+  temperature: the log-probs are", capsys.readouterr().out)
     flags = ["--rollout-temperature", "0.7", "--lr", "1e-6"]
-    assert is_clean(diagnosis_of_dump(tmp_path / "flags", bench, cooler, *flags))
+    assert autopsies.is_clean(diagnosis_of_dump(tmp_path / "flags", bench, cooler, *flags))
 
 
-def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: Bench, tmp_path: Path):
+def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: autopsies.Bench, tmp_path: Path):
     """The engine's log-probs and experts are right, and the trainer replayed the experts of the previous token."""
     experts = [np.r_[sample.experts[:1], sample.experts[:-1]] for sample in routed.samples]  # type: ignore[index]
     wrong = [replace(sample, experts=rows) for sample, rows in zip(routed.samples, experts, strict=True)]
-    passes = Counterfactuals(routed.directory / NEW, wrong, conditions=Conditions())
+    passes = Counterfactuals(routed.directory / autopsies.NEW, wrong, conditions=Conditions())
     diagnosis = diagnosis_of_dump(tmp_path, routed, routed.samples, trainer=passes.expected)
     assert diagnosis.differences["sampler"] < 1e-4 < 0.01 < diagnosis.differences["trainer"]
     sentence = "routing: the trainer used the experts that are recorded for the token before"
@@ -406,8 +397,8 @@ def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: Bench, tmp_p
 
 
 def test_a_dump_is_measured_on_a_running_engine(bench, policy_dir, embedded_engine, tmp_path, capsys):
-    samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
-    write_dump(tmp_path, 7, [slime_sample(sample) for sample in samples])
+    samples = autopsies.sample_rollouts(bench.model(autopsies.BASE), bench.tokenizer)
+    write_dump(tmp_path, 7, [autopsies.slime_sample(sample) for sample in samples])
     main([str(tmp_path), "--step", "7", "--model", str(policy_dir), "--sglang-url", embedded_engine, "--", "--lr", "1"])
     output = capsys.readouterr().out
     assert output.startswith("Sampler and model agree")

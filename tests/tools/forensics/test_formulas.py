@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="slime's float32 rounding is torch's: pip install \"agl-slime[local]\"")
 
-from agl_slime.tools.forensics.formulas import (
-    RewardRule,
-    StepFlags,
-    find_rule,
-    reward_rules,
-    token_advantages,
-    unknown_figures,
-)
+from agl_slime.tools.forensics import formulas
 from agl_slime.tools.slime_dumps.files import TrainedRow
 from tests.harness.examples import examples
 
@@ -45,13 +38,15 @@ def test_normalized_rewards_equal_the_formula_of_each_rule(batch: tuple[int, lis
     groups = [rewards[start : start + size] for start in range(0, n, size)]
     by_group = [value for group in groups for value in normalized(group, std=std)]
     for rule, expected in (
-        (RewardRule(groups="place", size=size, std=std), by_group),
-        (RewardRule(groups="prompt", std=std), by_group),
-        (RewardRule(groups="batch", std=std), normalized(rewards, std=std)),
-        (RewardRule(groups="none"), rewards),
+        (formulas.RewardRule(groups="place", size=size, std=std), by_group),
+        (formulas.RewardRule(groups="prompt", std=std), by_group),
+        (formulas.RewardRule(groups="batch", std=std), normalized(rewards, std=std)),
+        (formulas.RewardRule(groups="none"), rewards),
     ):
         assert rule.apply(rewards, **columns) == pytest.approx(expected, abs=1e-6)
-        rule = find_rule([*reward_rules(StepFlags(), columns["prompts"])], rewards, expected, **columns)
+        rule = formulas.find_rule(
+            [*formulas.reward_rules(formulas.StepFlags(), columns["prompts"])], rewards, expected, **columns
+        )
         assert rule.apply(rewards, **columns) == pytest.approx(expected, abs=3e-6)
 
     # a Sample that is not used has no part in the baseline
@@ -60,7 +55,7 @@ def test_normalized_rewards_equal_the_formula_of_each_rule(batch: tuple[int, lis
     start = gone // size * size
     group = [rewards[place] for place in range(start, start + size) if place != gone]
     for groups in ("place", "prompt"):
-        result = RewardRule(groups=groups, size=size, std=False).apply(rewards, **columns)  # type: ignore[arg-type]
+        result = formulas.RewardRule(groups=groups, size=size, std=False).apply(rewards, **columns)  # type: ignore[arg-type]
         assert result.pop(gone) == 0.0
         assert result[start : start + size - 1] == pytest.approx(normalized(group, std=False), abs=1e-6)
 
@@ -100,31 +95,31 @@ def test_advantages_equal_the_formula_of_each_estimator(made, gamma, lambd, kl_c
         expected["ppo"].append(np.array(gae))
     for estimator, formula in expected.items():
         figures = {"gamma": gamma, "lambd": lambd, "kl_coef": kl_coef, "normalize_advantages": whiten}
-        flags = StepFlags(advantage_estimator=estimator, **figures)
-        assert unknown_figures(made, flags) == []
+        flags = formulas.StepFlags(advantage_estimator=estimator, **figures)
+        assert formulas.unknown_figures(made, flags) == []
         if whiten:
             used = [value for values, row in zip(formula, made, strict=True) for value in values[row.mask].tolist()]
             variance = stdev(used) ** 2 if len(used) > 1 else 0.0
             formula = [(values - fmean(used)) / (variance + 1e-8) ** 0.5 for values in formula]
-        for result, values in zip(token_advantages(rewards, made, flags), formula, strict=True):
+        for result, values in zip(formulas.token_advantages(rewards, made, flags), formula, strict=True):
             np.testing.assert_allclose(result.advantages, values, atol=1e-6)
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(rows())
 def test_distillation_lowers_advantages_by_the_reverse_kl(made: list[TrainedRow]) -> None:
-    flags = StepFlags(use_opd=True, opd_kl_coef=0.5)
-    for result, row in zip(token_advantages([1.0] * len(made), made, flags), made, strict=True):
+    flags = formulas.StepFlags(use_opd=True, opd_kl_coef=0.5)
+    for result, row in zip(formulas.token_advantages([1.0] * len(made), made, flags), made, strict=True):
         expected = 1.0 - 0.5 * (row.log_probs - row.teacher_log_probs)  # type: ignore[operator]
         np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
     lacking = [TrainedRow(mask=row.mask, log_probs=row.log_probs) for row in made]
-    assert unknown_figures(lacking, flags) == ["teacher_log_probs"]
+    assert formulas.unknown_figures(lacking, flags) == ["teacher_log_probs"]
 
 
 def test_flags_are_slimes_and_others_are_skipped() -> None:
     words = "--actor-num-gpus-per-node 8 --eps-clip-high=0.28 --use-tis --disable-grpo-std-normalization --lr 3e-6"
-    flags = StepFlags.parse([*words.split(), "--colocate", "--eps-clip-c", "3"])
+    flags = formulas.StepFlags.parse([*words.split(), "--colocate", "--eps-clip-c", "3"])
     assert (flags.eps_clip_high, flags.use_tis, flags.grpo_std_normalization, flags.lr) == (0.28, True, False, 3e-6)
     assert (flags.eps_clip, flags.rewards_normalization, flags.specified) == (0.2, True, True)
     assert flags.left_out == ("--eps-clip-c",)
-    assert not StepFlags.parse([]).specified
+    assert not formulas.StepFlags.parse([]).specified

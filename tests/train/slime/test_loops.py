@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.megatron import require_megatron
 from tests.harness.slime_programs import require_slime, run_program
 
 STEPS = 12
@@ -64,3 +65,38 @@ def _judge_evals(evals: list[dict[str, list[float]]]) -> None:
     assert len(evals) >= 1
     assert {(name, len(rewards)) for one in evals for name, rewards in one.items()} == {("agl", 8)}
     assert all(0.0 <= reward <= 1.0 for one in evals for reward in one["agl"])
+
+
+TRAINER_STEPS = 8
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.megatron
+@pytest.mark.parametrize("engines", ["embedded", "router"])
+def test_the_loop_trains_through_slime(engines: str, tmp_path: Path):
+    """With one engine, and through a real sglang-router with two, both of which must get every weight update."""
+    require_megatron()
+    root = require_slime()
+    result = run_program(root, "driver", tmp_path, str(TRAINER_STEPS), engines, timeout_s=420)
+    rewards = result["rewards"]
+    assert result["code"] == 0
+    assert len(rewards) == TRAINER_STEPS
+    assert fmean(rewards[-3:]) > fmean(rewards[:2]) + 0.2, rewards
+    assert result["versions"] == [str(TRAINER_STEPS + 1)] * (2 if engines == "router" else 1)
+    assert all(tokens > 0 for tokens in result["sampled"])  # every worker generated
+    assert max(result["logprob_diff_max"]) < 1e-5
+    assert result["trained_equals_sampled"]
+    assert {f"iter_{TRAINER_STEPS - 1:07d}", "rollout"} <= set(result["checkpoint"])
+    assert {"metrics.jsonl", "summary.json", "groups.jsonl", "rollouts.jsonl", "report.html"} <= set(result["files"])
+    assert result["page"] == ["finished", []]
+    assert result["kept"].count("trained") >= 2 * TRAINER_STEPS  # of each iteration the best and the worst
+    if engines == "embedded":
+        loaded = run_program(
+            root, "driver", tmp_path, str(TRAINER_STEPS + 2), engines, str(tmp_path / "checkpoint"), timeout_s=420
+        )
+        assert loaded["code"] == 0
+        assert loaded["iterations"] == [TRAINER_STEPS + 1, TRAINER_STEPS + 2]
+        assert loaded["rewards"][:TRAINER_STEPS] == rewards  # the dump has the steps of both
+        assert fmean(loaded["rewards"][TRAINER_STEPS:]) > fmean(rewards[:2]) + 0.2
+        assert max(loaded["logprob_diff_max"]) < 1e-5
