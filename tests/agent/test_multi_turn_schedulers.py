@@ -1,5 +1,5 @@
 """Schedulers of agents of more than one turn: new rounds, continuations, how one is named on the command
-line, and reward functions in the form of ms-swift's ORMs."""
+line, reward functions in the form of ms-swift's ORMs; and many rollouts against a running engine."""
 
 import random
 import re

@@ -1,5 +1,5 @@
-"""Calls of tools in every format, for clients of each protocol, whole and streamed; and the text that sampled tokens
-are to a client: no marks of calls, no end mark, no halves of characters."""
+"""Calls of tools in every format, whole and streamed, and tools that are declared by type, Anthropic's and OpenAI's;
+the text of sampled tokens has no marks of calls, no end mark, no halves of characters."""
 
 import json
 from collections.abc import Sequence

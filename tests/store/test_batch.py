@@ -1,4 +1,4 @@
-"""Writers of spans: batched calls over real HTTP, against the same calls in process, and recordings."""
+"""A served store over real HTTP: batched calls against calls in process, its feed, and answers to foreign requests."""
 
 import asyncio
 import json

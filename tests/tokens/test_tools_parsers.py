@@ -1,4 +1,5 @@
-"""Tool calls as models write them; text that is no call stays text and is counted."""
+"""Tool calls as models write them; text that is no call stays text and is counted. Rendered answers of each format are
+read back."""
 
 import itertools
 import json

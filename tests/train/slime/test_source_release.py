@@ -1,4 +1,5 @@
-"""Saved states of a data source, and when it lets a store forget the rollouts that it has read."""
+"""Saved states of a data source, its journal for newer managers, and when it lets a store forget the rollouts that it
+has read."""
 
 import asyncio
 import json
