@@ -47,6 +47,13 @@ def require_slime(*modules: str) -> Path:
     return root
 
 
+def model_words(name: str) -> list[str]:
+    """Megatron's options in slime's ``scripts/models``."""
+    program = 'source "$0"; printf "%s\\n" "${MODEL_ARGS[@]}"'
+    file = require_slime() / "scripts" / "models" / f"{name}.sh"
+    return subprocess.run(["bash", "-c", program, file], capture_output=True, text=True, check=True).stdout.split()
+
+
 def environment(root: Path) -> dict[str, str]:
     """Variables with which a program and its Ray workers import slime, the stand-ins and this repository."""
     return {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -25,8 +25,11 @@ from agl_slime.tools.rehearse.checks import Arguments, Finding, Nodes, check, ch
 from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, compare
 from agl_slime.tools.rehearse.live import Live, play_live
 from agl_slime.tools.rehearse.parsing import parse
-from agl_slime.tools.rehearse.script import play
+from agl_slime.tools.rehearse.script import Training, play
 from agl_slime.tools.rehearse.speeds import Size, shape_of, speeds_of
+
+if TYPE_CHECKING:
+    from agl_slime.tools.rehearse.megatron.steps import Steps
 
 _MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
@@ -85,6 +88,7 @@ class Rehearsal:
     shape: Shape | None = None
     forecasts: tuple[tuple[str, Forecast], ...] = ()
     live: Live | None = None
+    trained: Steps | None = None
 
 
 def rehearse(
@@ -109,17 +113,33 @@ def rehearse(
         forecasts = tuple(compare(speeds, shape))
     except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # values of any type
         return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
-    live = None
+    live = trained = None
     if config.live_steps:
         try:
-            options = {"seconds": config.live_seconds, "tokenizer": tokenizer, "python": str(config.python)}
-            options |= {"slime_dir": slime_dir, "scratch": scratch}
-            live = play_live(args, training, nodes, speeds, shape, steps=config.live_steps, **options)
+            options: dict[str, Any] = {"tokenizer": tokenizer, "python": str(config.python), "scratch": scratch}
+            options |= {"slime_dir": slime_dir}
+            scale = {"steps": config.live_steps, "seconds": config.live_seconds}
+            live = play_live(args, training, nodes, speeds, shape, **scale, **options)
+            trained, found = _train(args, training, **options)
+            findings = tuple(sorted((*findings, *found), key=lambda finding: [*_TITLES].index(finding.level)))
         except ConfigError:
             raise
         except AglSlimeError as error:
             findings = (Finding("breaks", str(error)), *findings)
-    return Rehearsal(findings, args, speeds, shape, forecasts, live)
+    return Rehearsal(findings, args, speeds, shape, forecasts, live, trained)
+
+
+def _train(
+    args: Arguments, training: Training, *, python: str, slime_dir: Path, **places: Path
+) -> tuple[Steps | None, list[Finding]]:
+    """The steps with Megatron itself, where ``python`` has it."""
+    from agl_slime.tools.rehearse.megatron.steps import find_sources, play_steps
+
+    try:
+        sources = find_sources(python, slime_dir)
+    except AglSlimeError as error:
+        return None, [Finding("note", f"no step with Megatron itself was made: {error}")]
+    return play_steps(args, training, sources=sources, python=python, **places)
 
 
 def _measures(args: Arguments, config: RehearseConfig) -> tuple[Speeds, Shape]:
@@ -160,6 +180,10 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
         off = live.step_s / live.expected.step_s - 1
         text = f"{live.steps} steps of slime's driver, {live.step_s:.2f} s each (forecast {live.expected.step_s:.2f} s"
         lines += ["", f"Live: {text}, {off:+.0%}), at 1 : {1 / live.scale:.1f} of the real time"]
+    if (trained := rehearsal.trained) is not None:
+        reduced = f" ({', '.join(trained.changes)})" if trained.changes else ""
+        text = f"{trained.steps} steps of slime's actors on {trained.ranks} ranks{reduced}, at small sizes"
+        lines += ["", f"Megatron: {text}; log-probs within {trained.difference:.1g} of transformers'"]
     return lines
 
 

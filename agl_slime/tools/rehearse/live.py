@@ -10,9 +10,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,11 +23,12 @@ from agl_slime.support.child import Child
 from agl_slime.tools.rehearse.checks import Arguments, Nodes
 from agl_slime.tools.rehearse.engine import REQUEST
 from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, forecast
+from agl_slime.tools.rehearse.megatron.small import described, values_of
 from agl_slime.tools.rehearse.parsing import STANDINS
 from agl_slime.tools.rehearse.script import Training
 
-_PROGRAM = Path(__file__).parent / "programs" / "live.py"
-_WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
+PROGRAM = Path(__file__).parent / "programs" / "live.py"
+WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
 _STORE_BYTES = 150_000_000  # of a node's object store
 _TOKENS = 64  # mean length of live responses: shorter ones decode more slowly
 _READ = ("AGL_", "SLIME_", "ADAPTER_")  # variables of the script that its live steps get: of slime and of this package
@@ -71,20 +73,13 @@ def play_live(
     for name in ("token_s", "token_s_per_sequence", "train_token_s"):
         times[name] *= short
     live_speeds = Speeds(**times)
-    events, request = scratch / "events.jsonl", scratch / "live.json"
+    events = scratch / "events.jsonl"
     content = {"nodes": nodes.count, "gpus": nodes.gpus, "store_bytes": _STORE_BYTES, "events": str(events)}
     content |= {"script": str(slime_dir / Path(training.script).name), "speeds": asdict(live_speeds)}
     content |= {"flags": _flags(args, training, live_shape, steps, tokenizer, scratch), "shape": asdict(live_shape)}
-    path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[3]), training.env.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), REQUEST: str(request)}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
-    script = {name: value for name, value in training.env.items() if name.startswith(_READ)}
-    script["SLIME_HOST_IP"] = "127.0.0.1"
-    request.write_text(json.dumps(content))
+    env = live_env(training, [STANDINS, slime_dir], scratch, content)
     timeout_s = 300 + 20 * seconds
-    _run([python, str(_PROGRAM)], env | script, args.path(""), scratch / "live.log", timeout_s=timeout_s)
+    run_driver([python, str(PROGRAM)], env, args.path(""), scratch / "live.log", timeout_s=timeout_s)
     records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     synced = [row["ended"] for row in records if row["event"] == "update"][1:]  # without the first, before any rollout
     if len(synced) < min(steps, 3):
@@ -94,10 +89,22 @@ def play_live(
     return Live(len(synced), measured, expected, scale)
 
 
+def live_env(training: Training, path: Sequence[Path], scratch: Path, request: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of slime's driver, for a request that is written to ``scratch``."""
+    (file := scratch / "live.json").write_text(json.dumps(request))
+    places = [*map(str, path), str(Path(__file__).parents[3]), training.env.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), REQUEST: str(file)}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+    env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
+    env |= {name: value for name, value in training.env.items() if name.startswith(_READ)}
+    return env | {"SLIME_HOST_IP": "127.0.0.1"}
+
+
 def _check_memory(args: Arguments, nodes: Nodes) -> None:
     engines = (args.rollout_num_gpus or 0) // (args.rollout_num_gpus_per_engine or 1)
     workers = args.actor_gpus + 2 * engines + args.gpus_needed / 4 + 4
-    need, free = workers * _WORKER_BYTES, psutil.virtual_memory().available
+    need, free = workers * WORKER_BYTES, psutil.virtual_memory().available
     if args.gpus_needed > nodes.total:
         need = f"{args.gpus_needed} GPUs of {nodes.total}"
         raise ConfigError(f"--live-steps: slime needs {need} and would wait for ever; give --nodes as the run has")
@@ -107,37 +114,38 @@ def _check_memory(args: Arguments, nodes: Nodes) -> None:
 
 
 def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokenizer: Path, scratch: Path) -> list[str]:
-    """The script's flags; those given last count: a model and tasks of its own where they are missing here."""
+    """The script's flags; those given last count."""
     flags = [flag for flag in training.flags if flag not in _ALONE]
     overrides = {"num-rollout": steps, "rollout-max-response-len": shape.max_tokens, "save": scratch / "saved"}
     overrides |= {"save-interval": 10**6, "num-gpus-per-node": args.num_gpus_per_node}
     if args.eval_interval is not None:
         overrides |= {"eval-interval": 10**6} if args.eval_datasets else {}  # else --custom-config-path gives it
-        flags.append("--skip-eval-before-train")
     if not args.hf_checkpoint or not args.path(args.hf_checkpoint).is_dir():
-        overrides["hf-checkpoint"] = _model(args, tokenizer, scratch)
+        overrides["hf-checkpoint"] = _model(flags, tokenizer, scratch)
     if not args.ref_load or not args.path(args.ref_load).is_dir():
         overrides["ref-load"] = scratch
-    if args.prompt_data and not args.path(split_slice(args.prompt_data)[0]).is_file():
-        overrides["prompt-data"] = _tasks(args, scratch)
     if args.update_weight_disk_dir:
         overrides["update-weight-disk-dir"] = scratch / "weights"
     if args.colocate or args.offload_train:
         flags.append("--no-offload-train")  # which needs a library for GPUs
-    return [*flags, *(part for name, value in overrides.items() for part in (f"--{name}", str(value)))]
+    return live_flags(flags, overrides, args, scratch)
 
 
-def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
-    """A tiny model's tokenizer, with a configuration of the sizes that the flags have."""
+def live_flags(flags: list[str], overrides: Mapping[str, object], args: Arguments, scratch: Path) -> list[str]:
+    """``flags`` and then ``overrides``: tasks of its own where the script's are missing here."""
+    overrides = {**overrides}
+    if args.eval_interval is not None:
+        overrides["skip-eval-before-train"] = ""
+    if args.prompt_data and not args.path(split_slice(args.prompt_data)[0]).is_file():
+        overrides["prompt-data"] = _tasks(args, scratch)
+    return [*flags, *(part for name, value in overrides.items() for part in (f"--{name}", str(value)) if part)]
+
+
+def _model(flags: Sequence[str], tokenizer: Path, scratch: Path) -> Path:
+    """A tiny model's tokenizer, with the configuration that the flags describe."""
     model = Path(shutil.copytree(tokenizer, scratch / "model", dirs_exist_ok=True))
-    config = json.loads((model / "config.json").read_text())
-    config |= {"hidden_size": args.hidden_size, "num_attention_heads": args.num_attention_heads}
-    config |= {"num_hidden_layers": args.num_layers, "layer_types": ["full_attention"] * (args.num_layers or 0)}
-    config |= {"intermediate_size": args.ffn_hidden_size, "rms_norm_eps": args.norm_epsilon}
-    config |= {"tie_word_embeddings": not args.untie_embeddings_and_output_weights, "rope_theta": args.rotary_base}
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": args.rotary_base}
     (model / "config.json").unlink()
-    (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    (model / "config.json").write_text(json.dumps(described(values_of(flags))))
     return model
 
 
@@ -147,7 +155,7 @@ def _tasks(args: Arguments, scratch: Path) -> Path:
     return path
 
 
-def _run(command: list[str], env: Mapping[str, str], cwd: Path, log: Path, *, timeout_s: float) -> None:
+def run_driver(command: list[str], env: Mapping[str, str], cwd: Path, log: Path, *, timeout_s: float) -> None:
     child = Child(command, name="slime's driver", env=env, log=log, cwd=cwd)  # Ray's daemons are in its group
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the group would outlive this process
     try:

@@ -8,7 +8,6 @@ Each name is a key of ``MODELS``: a model of ``scripts/models`` on parallel rank
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.tools.rehearse.megatron.flags import as_flags
 from agl_slime.tools.rehearse.megatron.small import save_model, shrink
-from tests.harness.slime_programs import report, slime_dir
+from tests.harness.slime_programs import model_words, report
 from tests.harness.trainer_policy import VOCABULARY
 from tests.programs.slime.steps import Case, begin, run
 
@@ -61,10 +60,7 @@ def outcome(directory: Path, name: str) -> Any:
 
 def case_of(directory: Path, name: str) -> Case:
     script, layout, gpus = MODELS[name]
-    program = 'source "$0"; printf "%s\\n" "${MODEL_ARGS[@]}"'
-    file = f"{slime_dir()}/scripts/models/{script}.sh"
-    words = subprocess.run(["bash", "-c", program, file], capture_output=True, text=True, check=True).stdout.split("\n")
-    flags = [*words[:-1], *layout.split()]
+    flags = [*model_words(script), *layout.split()]
     small = shrink(flags, gpus=gpus, tokens=VOCABULARY)
     save_model(small.config, model := directory / f"{name}_before", tokenizer=LOOKUP_POLICY)
     architecture = [*flags, *as_flags(small.options)]

@@ -55,13 +55,19 @@ def test_a_vocabulary_is_padded_where_the_scripts_is(vocabulary: int, divisor: i
 
 def test_a_checkpoint_that_differs_from_the_options_still_does():
     config = {"model_type": "qwen3_moe", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config |= {"head_dim": 128, "num_hidden_layers": 36, "vocab_size": 151936, "rms_norm_eps": 1e-6}
+    config |= {
+        "first_k_dense_replace": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+    }
     flags = f"{EXPERTS} --num-query-groups 4 --kv-channels 128".split()
     small = shrink(flags, gpus=8, tokens=460, config=config)
     assert small.options["num-query-groups"] == 2 != small.config["num_key_value_heads"]
     assert small.config["head_dim"] == small.options["kv-channels"]
     assert small.config["rms_norm_eps"] == 1e-6
-    assert small.options["moe-layer-freq"] == "[0]*1+[1]*3"
+    assert (small.options["moe-layer-freq"], small.config["first_k_dense_replace"]) == ("[0]*1+[1]*3", 2)
     assert (small.ranks, small.changes) == (8, ())
 
 

@@ -41,15 +41,15 @@ def prepare() -> Sources:
     return sources
 
 
-def run(script: Path, flags: list[str], *, num_gpus: int) -> None:
-    """Run a training script as a program, on a Ray of this process with logical GPUs and our actor class."""
+def run(script: Path, flags: list[str], *, num_gpus: int, actor: str = "MegatronTrainRayActor") -> None:
+    """Run a training script as a program, on a Ray of this process with logical GPUs and a class of ``actor.py``."""
     import ray
     import slime.ray.placement_group as placement
 
-    from agl_slime.tools.rehearse.megatron.actor import MegatronTrainRayActor
+    from agl_slime.tools.rehearse.megatron import actor as actors
 
     create = placement.create_training_models
-    placement.create_training_models = functools.partial(create, actor_cls=MegatronTrainRayActor)
+    placement.create_training_models = functools.partial(create, actor_cls=getattr(actors, actor))
     sizes: dict[str, Any] = {"num_gpus": num_gpus, "num_cpus": num_gpus + 3, "object_store_memory": 150_000_000}
     hook = {"worker_process_setup_hook": "agl_slime.tools.rehearse.actor.register_worker"}
     ray.init("local", include_dashboard=False, runtime_env=hook, **sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
+from typing import Any
 
 from agl_slime.tools.rehearse.megatron.cuda import install
 
@@ -23,6 +24,16 @@ DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(_loa
 
 class MegatronTrainRayActor(actor.MegatronTrainRayActor):
     """slime's class: only the module's import differs."""
+
+
+class RehearsedActor(MegatronTrainRayActor):
+    """Rewards that are all equal, as of random answers, alternate, so that a step has a gradient."""
+
+    def _get_rollout_data(self, *args: Any, **named: Any) -> Any:
+        data = super()._get_rollout_data(*args, **named)
+        if not any(data["rewards"]):
+            data["rewards"] = [(-1.0) ** index for index in data["sample_indices"]]
+        return data
 
 
 gc.freeze()  # slime collects garbage per micro-batch: without the imports' million objects

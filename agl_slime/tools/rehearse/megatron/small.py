@@ -13,8 +13,7 @@ from typing import Any
 
 RANKS = 8
 """The largest world."""
-PARALLEL = {"tensor-model": "tp", "pipeline-model": "pp", "context": "cp", "expert-model": "ep"}
-PARALLEL |= {"expert-tensor": "etp"}
+PARALLEL = {"tensor-model": "tp", "pipeline-model": "pp", "context": "cp", "expert-model": "ep", "expert-tensor": "etp"}
 _LAYERS, _EXPERTS, _WIDTH = 4, 8, 16
 # transformers' names of Megatron's options
 _NAMES = {"hidden_size": "hidden-size", "intermediate_size": "ffn-hidden-size", "num_hidden_layers": "num-layers"}
@@ -26,6 +25,16 @@ _NAMES |= {"topk_group": "moe-router-group-topk", "q_lora_rank": "q-lora-rank", 
 _NAMES |= {"qk_nope_head_dim": "qk-head-dim", "qk_rope_head_dim": "qk-pos-emb-head-dim", "v_head_dim": "v-head-dim"}
 _NAMES |= {"shared_expert_intermediate_size": "moe-shared-expert-intermediate-size"}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_UNREAD = [
+    "layer_types",
+    "mlp_layer_types",
+    "eos_token_id",
+    "quantization_config",
+    "auto_map",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+]
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
 
 
@@ -47,7 +56,7 @@ def values_of(flags: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Small:
-    """Options of Megatron after the script's own, a checkpoint's configuration, and the parallel sizes that have
+    """Options of Megatron after the script's, a checkpoint's configuration, and the parallel sizes that have
     changed."""
 
     options: dict[str, object]
@@ -109,9 +118,8 @@ def small_sizes(values: Mapping[str, str], layout: Mapping[str, int], *, tokens:
     sizes["kv-channels"] = _WIDTH
     if number.get("num-layers", 0) % number.get("pipeline-model-parallel-size", 1):
         sizes["num-layers"] += 1
-    for end in ("first", "last"):
-        if f"decoder-{end}-pipeline-num-layers" in number:
-            sizes |= {f"decoder-{end}-pipeline-num-layers": 1}
+    ends = (f"decoder-{end}-pipeline-num-layers" for end in ("first", "last"))
+    sizes |= {name: 1 for name in ends if name in number}
     if "num-experts" in number:
         groups = min(number.get("moe-router-num-groups", 1), _EXPERTS // 2)
         sizes |= {"num-experts": _EXPERTS if number["num-experts"] % ep == 0 else _EXPERTS - 1}
@@ -126,8 +134,8 @@ def small_sizes(values: Mapping[str, str], layout: Mapping[str, int], *, tokens:
             sizes["moe-shared-expert-intermediate-size"] = 2 * _WIDTH * max(1, shared // wide)
     widths = {"q-lora-rank": 2, "kv-lora-rank": 2, "qk-head-dim": 1, "v-head-dim": 1, "qk-pos-emb-head-dim": 0.5}
     sizes |= {name: int(width * _WIDTH) for name, width in widths.items() if name in number}
-    unit = int(number.get("make-vocab-size-divisible-by", 128)) * layout["tp"]
-    padded = number["vocab-size"] % (int(number.get("make-vocab-size-divisible-by", 128)) * tp)
+    divisor = number.get("make-vocab-size-divisible-by", 128)
+    padded, unit = number["vocab-size"] % (divisor * tp), divisor * layout["tp"]
     size = math.ceil(tokens / unit) * unit
     sizes["vocab-size"] = max(tokens + (tokens == size), size - unit // 2) if padded else size
     return sizes
@@ -142,23 +150,25 @@ def _divided(count: int, parts: int, small_parts: int, least: int) -> int:
 
 def dense_layers(values: Mapping[str, str]) -> int:
     """Dense layers before the layers of experts, in ``--moe-layer-freq``."""
-    text = values.get("moe-layer-freq", "1")
-    if not re.fullmatch(r"[\[\]\d,*+ ]+", text):
-        return 0
-    layers = eval(text)  # digits and brackets
-    return next((n for n, layer in enumerate(layers) if layer), len(layers)) if isinstance(layers, list) else 0
+    count = 0
+    for part, times in re.findall(r"\[([\d, ]+)\](?:\*(\d+))?", values.get("moe-layer-freq", "")):
+        layers = [int(layer) for layer in re.findall(r"\d+", part)]
+        if any(layers):
+            return count + next(place for place, layer in enumerate(layers) if layer)
+        count += len(layers) * int(times or 1)
+    return count
 
 
 def family(values: Mapping[str, str]) -> str:
     """transformers' type of the model that Megatron's options describe."""
     experts, spec = "num-experts" in values, values.get("spec", "")
-    for name in ("minimax_m2", "qwen3_next", "glm5", "glm4"):
+    for name in ("minimax_m2", "qwen3_next", "glm4"):
         if name in spec:
-            return {"glm5": "glm_moe_dsa"}.get(name, name)
+            return name
     if "qwen3_5" in spec:
         return "qwen3_5_moe" if experts else "qwen3_5"
-    if "mtp-num-layers" in values:
-        return "mimo"
+    if "glm5" in spec or "mtp-num-layers" in values:
+        return "glm_moe_dsa" if "glm5" in spec else "mimo"
     if "multi-latent-attention" in values:
         return "deepseek_v3" if "rotary-scaling-factor" in values else "glm4_moe_lite"
     if experts:
@@ -215,9 +225,12 @@ def small_config(config: Mapping[str, Any], values: Mapping[str, str], sizes: Ma
         small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": small["qk_rope_head_dim"]}
     if config["model_type"].startswith(("qwen3_next", "qwen3_5")):
         small |= _LINEAR
-    small["first_k_dense_replace"] = min(config.get("first_k_dense_replace") or 0, 1)
+    if config["model_type"] == "kimi_k2":  # its code lies in the checkpoint
+        small["model_type"] = "deepseek_v3"
+    dense, ours = config.get("first_k_dense_replace") or 0, dense_layers(values)
+    small["first_k_dense_replace"] = min(dense, 1) if dense == ours else 2 * (dense > ours)
     small["max_position_embeddings"] = min(config.get("max_position_embeddings") or 8192, 8192)
-    small = {name: value for name, value in small.items() if name not in ("layer_types", "mlp_layer_types")}
+    small = {name: value for name, value in small.items() if name not in _UNREAD}
     return small | dict.fromkeys(("bos_token_id", "pad_token_id"))
 
 
@@ -243,7 +256,7 @@ def save_model(config: Mapping[str, Any], directory: Path, *, tokenizer: Path, s
 
 
 def load_model(directory: Path) -> tuple[Any, list[str]]:
-    """A checkpoint as transformers reads it, and its missing or unknown weights, without the ones for images."""
+    """A checkpoint as transformers reads it, and its weights that are missing or unknown, but for weights of images."""
     import torch
     import transformers
 

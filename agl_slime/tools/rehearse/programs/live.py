@@ -2,8 +2,8 @@
 
     python live.py        with the path of a request in AGL_SLIME_REHEARSAL
 
-The request: ``nodes``, ``gpus``, ``script``, ``flags``, ``speeds``, ``shape``, ``events``, the file of the steps, and
-``store_bytes``.
+The request: ``nodes``, ``gpus``, ``script``, ``flags``, ``speeds``, ``shape``, ``events``, the file of the steps,
+``store_bytes``; or ``script``, ``flags``, ``model`` and ``ranks``: steps with Megatron itself and the embedded engine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-import slime.ray.placement_group as placement
-from ray.cluster_utils import Cluster
-
-from agl_slime.tools.rehearse.actor import RehearsalActor, register_cpu
 from agl_slime.tools.rehearse.engine import REQUEST
 
 
 def main(request: dict[str, Any]) -> None:
+    import ray
+    import slime.ray.placement_group as placement
+    from ray.cluster_utils import Cluster
+
+    from agl_slime.tools.rehearse.actor import RehearsalActor, register_cpu
+
     register_cpu()
     create = placement.create_training_models
     placement.create_training_models = functools.partial(create, actor_cls=RehearsalActor)
@@ -43,5 +44,16 @@ def main(request: dict[str, Any]) -> None:
         cluster.shutdown()
 
 
+def train(request: dict[str, Any]) -> None:
+    from agl_slime.engine.process import EmbeddedEngine
+    from agl_slime.tools.rehearse.megatron.__main__ import prepare, run
+
+    prepare()
+    with EmbeddedEngine(request["model"]) as engine:
+        flags = [*request["flags"], "--rollout-external-engine-addrs", engine.url.removeprefix("http://")]
+        run(Path(request["script"]), flags, num_gpus=request["ranks"], actor="RehearsedActor")
+
+
 if __name__ == "__main__":
-    main(json.loads(Path(os.environ[REQUEST]).read_text()))
+    content = json.loads(Path(os.environ[REQUEST]).read_text())
+    train(content) if "model" in content else main(content)
