@@ -264,9 +264,11 @@ def load_model(directory: Path) -> tuple[Any, list[str]]:
     auto: Any = transformers.AutoModelForImageTextToText
     if not hasattr(config, "vision_config"):
         auto = transformers.AutoModelForCausalLM
-    model, found = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = auto.from_pretrained(directory, dtype=torch.float32, **options)
     for name, module in model.named_modules():
         if name.endswith("_a_layernorm"):  # transformers has 1e-6 there; Megatron and SGLang read the configuration
             module.variance_epsilon = config.rms_norm_eps
     wrong = sorted({*found["missing_keys"], *found["unexpected_keys"]})
+    wrong += [f"{name} (shape {(*ours,)} for {(*theirs,)})" for name, ours, theirs in sorted(found["mismatched_keys"])]
     return model.eval(), [name for name in wrong if "visual" not in name]

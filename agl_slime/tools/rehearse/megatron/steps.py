@@ -134,14 +134,11 @@ def _of_push(directory: Path, hints: str) -> tuple[Any, list[Finding]]:
     before, _ = load_model(directory / "model")
     if not (push := directory / "weights" / "weight_v000001" / "config.json").is_file():
         return before, []
-    try:
-        pushed, wrong = load_model(push.parent)
-    except RuntimeError as error:  # shapes
-        return before, [Finding("breaks", f"the pushed weights cannot be loaded: {_first(str(error))}{hints}")]
+    pushed, wrong = load_model(push.parent)
     if wrong:
-        problem = f"the engine misses or does not know {_list(wrong)} of the pushed weights"
-        fix = f"the options or the converter describe another model{hints}"
-        return before, [Finding("breaks", f"{problem}: {fix}")]
+        problem = f"the engine refuses the pushed weights or misses some: {_list(wrong)}"
+        fix = f"correct the options or the converter, which describe another model{hints}"
+        return before, [Finding("breaks", f"{problem}; {fix}")]
     after = pushed.state_dict()
     apart = {name: value for name, value in before.state_dict().items() if not value.equal(after[name])}
     apart = {name: value for name, value in apart.items() if "visual" not in name}
@@ -212,8 +209,6 @@ def _apart(model: Any, sample: Mapping[str, Any], name: str) -> float:
 
 
 def _how(value: Any, other: Any) -> str:
-    if value.shape != other.shape:
-        return f"has shape {tuple(other.shape)} for {tuple(value.shape)}"
     if value.dim() == 2 and value.shape[0] == value.shape[1] and value.T.equal(other):
         return "is transposed"
     if value.flatten().sort().values.equal(other.flatten().sort().values):
@@ -223,7 +218,3 @@ def _how(value: Any, other: Any) -> str:
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-
-
-def _first(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if "mismatch" in line), text.splitlines()[0])
