@@ -243,6 +243,7 @@ async def _start_engine(
 ) -> tuple[str, Callable[[], None] | None, LocalTrainer]:
     """Start the engine while the trainer loads; returns the engine's URL, its health check, and the trainer."""
     _require_torch()
+    torch_threads = 1 if config.loop.deterministic else torch_threads
     loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
     loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # dropped when the engine fails first
     url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))

@@ -101,7 +101,9 @@ def sample(logits: torch.Tensor, params: RowParams, draws: torch.Tensor) -> Samp
     # one copy of the logits' size serves the log-probs' denominator and the draw
     peak = scaled.amax(-1, keepdim=True)
     weights = (scaled - peak).exp_()
-    normalizer = peak.squeeze(1) + weights.sum(-1).log_()
+    # of a single row several threads would each sum a part, which has other last bits
+    sums = weights.expand(max(2, len(weights)), -1).sum(-1)[: len(weights)]
+    normalizer = peak.squeeze(1) + sums.log_()
     if params.greedy:
         ids = logits.argmax(-1)  # of the logits themselves: rounding could make two log-probs equal
     else:

@@ -359,7 +359,8 @@ def load_server(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {model_path!r} cannot be loaded: {error}") from error
     if torch_threads is None:
-        torch_threads = 1 if model.num_parameters() < _SMALL_PARAMETERS else cores or usable_cores()
+        single = limits.get("deterministic") or model.num_parameters() < _SMALL_PARAMETERS
+        torch_threads = 1 if single else cores or usable_cores()
     if torch_threads < 1:
         raise ConfigError(f"torch_threads must be at least 1, got {torch_threads}")
     torch.set_num_threads(torch_threads)

@@ -29,6 +29,20 @@ def draw(logits: Any, *params: tuple[float, float, int], generator: Any) -> tupl
     return ids, log_probs
 
 
+def test_a_log_prob_has_the_same_bits_alone_and_beside_others_with_two_threads(torch: Any) -> None:
+    """Of a vocabulary so large that torch would sum a single row in parts."""
+    logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(2)
+    try:
+        for row in logits:
+            alone, beside = (
+                draw(row, *[(1.0, 1.0, ALL_TOKENS)] * n, generator=np.random.default_rng(1)) for n in (1, 2)
+            )
+            assert (alone[0][0], alone[1][0]) == (beside[0][0], beside[1][0])
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_row_is_sampled_as_if_it_were_alone(torch: Any) -> None:
     """Frequencies in a mixed batch follow each row's own cut distribution."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])

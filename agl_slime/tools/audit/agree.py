@@ -243,8 +243,6 @@ class _Auditor:
                 )
             if versions and sum(versions.values()) != n:
                 self._report(location, f"the weight versions of rollout {name} do not add up to its {n} tokens")
-            if [earlier for earlier, *_ in digests[name]].count(digest) > 1:
-                self._report(location, f"the same tokens of rollout {name} are trained on twice")
         for name in {*digests, *record["rollouts"]}:
             about = f"rollout {name}"
             self._once(location, about, "trained on")

@@ -1,6 +1,7 @@
 """The example agent, with a judge that is out of order now and then."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from agl_slime.cli.demo.agent import LookupAgent
@@ -12,11 +13,16 @@ _EVERY = 7
 
 class FlakyLookup(LookupAgent):
     """Every seventh training rollout fails, so some groups are dropped and replaced, and so does the first validation
-    rollout of a process."""
+    rollout of a process. It also asks twice for one token, which is often the same."""
 
     def __init__(self) -> None:
         super().__init__()
         self._scored: Counter[str | None] = Counter()
+
+    async def run(self, task: dict[str, Any], session: Any) -> None:
+        for branch in [session.branch(session.messages) for _ in range(2)]:
+            await branch.ask(sampling=replace(session.sampling, max_new_tokens=1))
+        await super().run(task, session)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         self._scored[trajectory.mode] += 1

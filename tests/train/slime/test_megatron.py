@@ -108,6 +108,20 @@ def test_each_task_is_trained_once_after_a_kill_and_past_the_end(script: str, tm
 @pytest.mark.slime
 @pytest.mark.ray
 @pytest.mark.megatron
+@pytest.mark.slow
+def test_two_runs_are_equal(tmp_path: Path):
+    """Whichever groups are first to end, also where the next batch is sampled during a step."""
+    for run in "ab":
+        flags = ["--num-rollout", STEPS, "--update-weight-disk-keep-files"]
+        train_by_megatron(tmp_path / run, *flags, script="train_async.py")
+    files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a" / "weights").rglob("*.safetensors")]
+    assert len(files) == STEPS + 1
+    assert filecmp.cmpfiles(tmp_path / "a", tmp_path / "b", files, shallow=False) == (files, [], [])
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.megatron
 @pytest.mark.sglang
 def test_a_real_sglang_samples_what_megatron_trains_and_takes_its_weights(tmp_path: Path):
     """Agent Lightning, slime, Megatron and SGLang: only CUDA is stood in for."""
