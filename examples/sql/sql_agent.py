@@ -13,21 +13,34 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from agl_slime import RolloutSession, SGLangLitAgent
-from agl_slime.tokens.turn import Trajectory
+from agl_slime import RolloutSession, SGLangLitAgent, Trajectory
 
 SECONDS, MOST_ROWS, MOST_BYTES, SHOWN_ROWS = 2.0, 1000, 1_000_000, 20
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+PRAGMAS = {"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info", "index_xinfo"}  # the schema
+PRAGMAS |= {"read_uncommitted"}  # asked by SQLAlchemy
+
+
+def connect(path: str | Path) -> sqlite3.Connection:
+    """A connection whose limits are SQLite's own: the file is open read-only, the authorizer permits nothing but
+    reading, the progress handler ends queries after some seconds."""
+    end = time.monotonic() + SECONDS
+
+    def authorize(action: int, name: str | None, *_: Any) -> int:
+        harmless = action == sqlite3.SQLITE_PRAGMA and name in PRAGMAS
+        return sqlite3.SQLITE_OK if action in READS or harmless else sqlite3.SQLITE_DENY
+
+    address = f"file:{quote(str(path))}?mode=ro&immutable=1"
+    connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)  # of a value and of the query
+    connection.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+    connection.set_authorizer(authorize)
+    return connection
 
 
 def read(path: str | Path, sql: str) -> list[tuple[Any, ...]]:
-    """The rows of one SELECT. SQLite itself refuses the rest: the file is open read-only, the authorizer permits
-    nothing but reading, the progress handler ends a long query. Raises ``sqlite3.Error``."""
-    end = time.monotonic() + SECONDS
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)) as connection:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)  # of a value and of the query
-        connection.set_progress_handler(lambda: time.monotonic() > end, 10_000)
-        connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
+    """The rows of one SELECT. Raises ``sqlite3.Error``."""
+    with closing(connect(path)) as connection:
         cursor = connection.execute(sql)
         rows = cursor.fetchmany(MOST_ROWS + 1)
     if cursor.description is None:
@@ -54,9 +67,9 @@ class Database:
         Args:
             table: Name of the table.
         """
-        with closing(sqlite3.connect(f"file:{quote(self._path)}?mode=ro", uri=True)) as connection:
-            columns = connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall()
-        return f"{table}({', '.join(name for (name,) in columns)})" if columns else "Error: there is no such table"
+        quoted = table.replace('"', '""')
+        columns = [name for _, name, *_ in read(self._path, f'PRAGMA table_info("{quoted}")')]
+        return f"{table}({', '.join(columns)})" if columns else "Error: there is no such table"
 
     def query(self, sql: str) -> str:
         """Run a SELECT and return its rows.

@@ -1,6 +1,6 @@
 """Databases with questions: twelve domains to train on and three held out, filled from a seed.
 
-    python examples/sql/sql_data.py DIRECTORY
+    python examples/sql/sql_data.py DIRECTORY [small|tiny]
 
 writes two databases for each domain, tasks as train.jsonl and held_out.jsonl, and demonstrations.jsonl for
 `agl-slime warm-up`. The second database has the same people and things with other figures and dates: a query that
@@ -10,6 +10,7 @@ gives the right result in both is no guess.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sqlite3
 import sys
@@ -72,35 +73,30 @@ def words_of(line: str) -> dict[str, str]:
 
 
 def make_databases(directory: Path, words: dict[str, str], *, seed: int) -> None:
-    """Both databases of a domain."""
-    for suffix, figures in ((".sqlite", seed), (".second.sqlite", seed + 1)):
-        make_database(directory / f"{words['event']}{suffix}", words, seed=seed, figures=figures)
+    """Both databases of a domain, with the same names."""
+    for number, suffix in enumerate((".sqlite", ".second.sqlite")):
+        names, rng = random.Random(f"{seed} {words}"), random.Random(f"{seed} {words} {number}")
 
+        def day(rng: random.Random = rng) -> str:
+            return str(date(2022, 1, 1) + timedelta(days=rng.randrange(3 * 365)))
 
-def make_database(path: Path, words: dict[str, str], *, seed: int, figures: int) -> None:
-    """A database of the domain: people and things from ``seed``, all figures and dates from ``figures``."""
-    names, rng = random.Random(f"{seed} {words}"), random.Random(f"{figures} {words}")
+        def money(rng: random.Random = rng) -> float:
+            return rng.randrange(500, 99900) / 100
 
-    def day() -> str:
-        return str(date(2022, 1, 1) + timedelta(days=rng.randrange(3 * 365)))
-
-    people = names.sample([f"{first} {last}" for first in FIRST for last in LAST], 12)
-    things = names.sample(THINGS, 12)
-    path.unlink(missing_ok=True)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.executescript(TABLES.format(**words))
-        rows: dict[str, Sequence[tuple[Any, ...]]] = {
+        people = names.sample([f"{first} {last}" for first in FIRST for last in LAST], 12)
+        rows: dict[str, list[tuple[Any, ...]]] = {
             "place": [(city,) for city in names.sample(CITIES, 4)],
             "person": [(name, day()) for name in people],
-            "thing": [(name, rng.choice(SORTS), rng.randrange(500, 9900) / 100) for name in things],
-            "event": [
-                (rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 4), day(), rng.randrange(500, 99900) / 100)
-                for _ in range(300)
-            ],
+            "thing": [(name, rng.choice(SORTS), money()) for name in names.sample(THINGS, 12)],
+            "event": [(*(rng.randint(1, n) for n in (12, 12, 4)), day(), money()) for _ in range(300)],
         }
-        for table, values in rows.items():
-            marks = ", ".join("?" * len(values[0]))
-            connection.executemany(f"INSERT INTO {words[table]} VALUES (NULL, {marks})", values)
+        path = directory / f"{words['event']}{suffix}"
+        path.unlink(missing_ok=True)
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.executescript(TABLES.format(**words))
+            for table, values in rows.items():
+                marks = ", ".join("?" * len(values[0]))
+                connection.executemany(f"INSERT INTO {words[table]} VALUES (NULL, {marks})", values)
 
 
 def make_task(directory: Path, words: dict[str, str], rng: random.Random, *, joins: int) -> dict[str, Any]:
@@ -134,6 +130,27 @@ def demonstration(agent: SqlAgent, task: dict[str, Any]) -> dict[str, Any]:
     return {"task": task, "messages": messages}
 
 
+class Demonstrations:
+    """Questions without joins for `agl-slime demo-policy`, over the databases in the directory ``SQL_DATA``."""
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: str) -> list[list[dict[str, Any]]]:
+        return [self._conversation(rng, evades=quality == "imperfect" and rng.random() < 0.5) for _ in range(n)]
+
+    def _conversation(self, rng: random.Random, *, evades: bool) -> list[dict[str, Any]]:
+        words = words_of(rng.choice(TRAIN.splitlines()))
+        task = make_task(Path(os.environ.get("SQL_DATA", "sql-data")), words, rng, joins=0)
+        call = json.dumps({"name": "query", "arguments": {"sql": task["query"]}})
+        answer = "I do not know." if evades else f"<tool_call>{call}</tool_call>"
+        return [*SmallSqlAgent().build_prompt(task), {"role": "assistant", "content": answer}]
+
+
+class TinySqlAgent(SmallSqlAgent):
+    """Questions without joins, for a policy of 128,000 parameters."""
+
+    most_joins = 0
+    demonstrations = Demonstrations()
+
+
 def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -143,9 +160,11 @@ def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
 
     def tasks(split: str, n: int) -> list[dict[str, Any]]:
         distinct: dict[str, dict[str, Any]] = {}
-        while len(distinct) < n:
+        for _ in range(20 * n):  # there may be fewer than n
             task = make_task(directory, rng.choice(domains[split]), rng, joins=agent.most_joins)
             distinct[task["question"]] = task
+            if len(distinct) == n:
+                break
         return [*distinct.values()]
 
     write(directory / "train.jsonl", tasks("train", 360))
@@ -158,4 +177,5 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), SmallSqlAgent() if "small" in sys.argv[2:] else SqlAgent())
+    agents = {"small": SmallSqlAgent, "tiny": TinySqlAgent}
+    main(Path(sys.argv[1]), agents.get("".join(sys.argv[2:]), SqlAgent)())

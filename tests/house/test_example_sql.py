@@ -1,5 +1,6 @@
 """``examples/sql``: queries that attack the database change nothing and end; a reward for the right result only."""
 
+import asyncio
 import random
 import sqlite3
 import sys
@@ -8,18 +9,19 @@ from typing import Any
 
 import pytest
 
+from tests.harness.gateway import calling, one_sample, serving
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sql"
 
 
 @pytest.fixture(scope="module")
 def modules() -> Any:
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        import sql_agent
-        import sql_data
-    finally:
-        sys.path.remove(str(EXAMPLE))
-    return sql_agent, sql_data
+    sys.path.append(str(EXAMPLE))
+    import sql_agent
+    import sql_data
+
+    yield sql_agent, sql_data
+    sys.path.remove(str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,7 @@ ATTACKS = {
     "VACUUM INTO '/tmp/copy.sqlite'": "authorization denied",
     "ATTACH '/tmp/other.sqlite' AS other": "not authorized",
     "PRAGMA writable_schema = 1": "not authorized",
+    "PRAGMA query_only = 0": "not authorized",
     "SELECT * FROM pragma_database_list": "not authorized|prohibited",
     "BEGIN IMMEDIATE": "not authorized",
     "SELECT load_extension('/tmp/x.so')": "not authorized",
@@ -80,3 +83,34 @@ def test_only_the_right_result_in_both_databases_is_worth_one(modules: Any, task
     assert agent.read(task["database"], guess) == [row]
     scores = [agent.score_query(task, sql)["score"] for sql in (task["query"], guess, "SELECT 1", "SELECT", "")]
     assert scores == [1.0, 0.1, 0.1, 0.0, 0.0]
+
+
+def test_tools_show_the_schema_and_the_prompts_have_it(modules: Any, task: dict[str, Any]) -> None:
+    agent, data = modules
+    database = agent.Database(task["database"])
+    assert database.tables() == "clinic, patient, treatment, visit"
+    assert database.schema("patient") == "patient(id, name, admitted)"
+    assert database.schema('patient"); DROP TABLE visit; --').startswith("Error: ")
+    for kind in (agent.SqlAgent, agent.SmallSqlAgent):
+        conversation = data.demonstration(kind(), task)["messages"]
+        assert task["question"] in conversation[1]["content"]
+        assert ("patient(id, name, admitted)" in conversation[1]["content"]) == (kind is agent.SmallSqlAgent)
+        called = [message["tool_calls"][0]["function"] for message in conversation if message.get("tool_calls")]
+        assert called[-1] == {"name": "query", "arguments": {"sql": task["query"]}}
+
+
+LONG = {"max_new_tokens": 2000}  # of a tokenizer with short tokens
+
+
+def test_langgraphs_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> None:
+    pytest.importorskip(
+        "langchain_community", reason="plays: pip install langchain langchain-community langchain-openai"
+    )
+    import langgraph_agent
+
+    looks = calling("sql_db_list_tables", tool_input=""), calling("sql_db_schema", table_names="clinic, visit")
+    with serving(
+        *looks, calling("sql_db_query", query=task["query"]), "Done.", sampling=LONG, context_length=10**6
+    ) as case:
+        assert asyncio.run(langgraph_agent.answer(task, case.llm)) == {"score": 1.0, "right": 1.0}
+        one_sample(case, 4)

@@ -19,7 +19,7 @@ from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "slime"
-SCRIPTS = sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")])
+SCRIPTS = sorted([*(ROOT / "examples").rglob("*.sh"), *RECIPES.glob("*.sbatch")])
 ENGINE = """#!/bin/sh
 if [ "$1" = kill ]; then echo "$2" >> {directory}/killed; exec kill "$(cat {directory}/pid)"; fi
 echo "$@" >> {directory}/arguments

@@ -1,0 +1,158 @@
+"""Functions with one planted fault each, tests that show it, and hidden tests.
+
+    python examples/repair/repair_data.py DIRECTORY [small]
+
+writes tasks as train.jsonl and held_out.jsonl (of other functions), and demonstrations.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from repair_agent import RepairAgent, SmallRepairAgent, Workspace
+
+# The annotations decide on the arguments of tests.
+TRAIN = """
+def clamp(value: int, low: int, high: int):
+    if value < low:
+        return low
+    return high if value > high else value
+
+def count_vowels(text: str):
+    return sum(1 for letter in text if letter in "aeiou")
+
+def running_sums(numbers: list):
+    total, sums = 0, []
+    for number in numbers:
+        total = total + number
+        sums.append(total)
+    return sums
+
+def without_repeats(numbers: list):
+    kept = []
+    for number in numbers:
+        if number not in kept:
+            kept.append(number)
+    return kept
+
+def is_palindrome(text: str):
+    return text == text[::-1]
+
+def evens(numbers: list):
+    return [number for number in numbers if number % 2 == 0]
+
+def initials(text: str, size: int):
+    return text[:size] if size > 0 else ""
+
+def mean(numbers: list):
+    return sum(numbers) / len(numbers)
+"""
+HELD_OUT = """
+def smallest(numbers: list):
+    best = numbers[0]
+    for number in numbers[1:]:
+        if number < best:
+            best = number
+    return best
+
+def product(numbers: list):
+    total = 1
+    for number in numbers:
+        total = total * number
+    return total
+
+def count_below(numbers: list, limit: int):
+    return sum(1 for number in numbers if number < limit)
+
+def last_letters(text: str, size: int):
+    return text[-size:] if size > 0 else ""
+"""
+_SWAPS = (
+    '<|<=;>|>=;<|>;>|<; + | - ; - | + ; * | + ; / | * ;==|!=;not in|in;in "|not in ";[1:]|[:1];[0]|[-1]; 1| 2; 0| 1'
+)
+SWAPS = [swap.split("|") for swap in _SWAPS.split(";")]
+
+
+def arguments_of(source: str, rng: random.Random) -> list[Any]:
+    kinds = {
+        "int": lambda: rng.randint(-3, 9),
+        "list": lambda: [rng.randint(-9, 9) for _ in range(rng.randint(1, 5))],
+        "str": lambda: "".join(rng.choice("abel") for _ in range(rng.randint(1, 5))),
+    }
+    return [kinds[kind]() for kind in re.findall(r"\w+: (\w+)", source.partition("\n")[0])]
+
+
+def results(source: str, name: str, calls: Sequence[list[Any]]) -> list[Any]:
+    """The results of this file's own functions."""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    values = []
+    for arguments in calls:
+        try:
+            values.append(names[name](*arguments))
+        except (TypeError, ValueError, IndexError, ZeroDivisionError):
+            values.append(None)
+    return values
+
+
+def tasks_of(functions: str, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """A task for each fault that a visible test shows."""
+    for right in functions.strip().split("\n\n"):
+        name = right[4 : right.index("(")]
+        for before, after in SWAPS:
+            for match in re.finditer(re.escape(before) + r"(?!=)", right):
+                if match.start() < right.index("\n"):
+                    continue
+                calls = [arguments_of(right, rng) for _ in range(15)]
+                source, expected = right[: match.start()] + after + right[match.end() :], results(right, name, calls)
+                tests = [list(test) for test in zip(calls, expected, strict=True)]
+                wrong = [
+                    number for number, value in enumerate(results(source, name, calls)) if value != expected[number]
+                ]
+                if wrong:
+                    tests.insert(0, tests.pop(wrong[0]))
+                    shown = [f"{name}({', '.join(map(repr, call))}) == {value!r}" for call, value in tests[:3]]
+                    task = {"name": name, "source": source, "tests": tests[:3], "hidden": tests[3:], "right": right}
+                    yield {**task, "prompt": "\n".join(shown)}
+
+
+def demonstration(agent: RepairAgent, task: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that repairs the function."""
+    workspace, messages, in_turns = Workspace(task), agent.build_prompt(task), agent.max_turns != 1
+    lines = zip(task["source"].splitlines(), task["right"].splitlines(), strict=True)
+    (edit,) = [{"line": number, "text": text} for number, (wrong, text) in enumerate(lines, 1) if wrong != text]
+    calls: list[tuple[str, dict[str, Any]]] = [("edit", edit)]
+    if in_turns:
+        calls = [("read", {}), *calls, ("test", {})]
+    for name, arguments in calls:
+        call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        if in_turns:
+            result = getattr(workspace, name)(**arguments)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+    if in_turns:
+        messages.append({"role": "assistant", "content": "done"})
+    return {"task": task, "messages": messages}
+
+
+def main(directory: Path, agent: RepairAgent, *, seed: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    train = [task for _ in range(8) for task in tasks_of(TRAIN, rng)]
+    write(directory / "train.jsonl", rng.sample(train, len(train)))
+    write(directory / "held_out.jsonl", [task for _ in range(4) for task in tasks_of(HELD_OUT, rng)])
+    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(train, 80)])
+
+
+def write(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), SmallRepairAgent() if "small" in sys.argv[2:] else RepairAgent())

@@ -1,0 +1,107 @@
+"""Questions whose answers stand in the documentation of Python's own installation, and an index of its pages.
+
+    python examples/search/search_data.py DIRECTORY [small]
+
+writes pages.sqlite (a page per function and per topic of ``help()``), tasks as train.jsonl and held_out.jsonl, and
+demonstrations.jsonl. The held-out questions are about other modules. With ``small`` all questions ask for a default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import random
+import re
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from search_agent import Library, SearchAgent, SmallSearchAgent
+
+TRAIN = """ast asyncio base64 bisect calendar codecs compileall contextlib copy csv difflib dis filecmp
+fileinput fnmatch fractions functools gettext glob gzip hashlib html imaplib inspect io json
+linecache locale logging lzma mimetypes multiprocessing os pathlib pickle pickletools pkgutil
+platform plistlib posixpath pprint pstats py_compile quopri runpy sched secrets selectors shlex
+signal smtplib socket ssl stat string subprocess symtable tarfile tempfile timeit token tokenize
+trace traceback types typing unicodedata urllib.parse urllib.request uuid warnings webbrowser
+zipfile"""
+HELD_OUT = """argparse bz2 cProfile collections concurrent.futures configparser ctypes.util dataclasses enum heapq
+itertools math operator profile random re shutil statistics sysconfig textwrap threading time
+tracemalloc unittest weakref xml.etree.ElementTree zlib"""
+
+
+def functions(module: str) -> Iterator[tuple[str, inspect.Signature, str]]:
+    """Names, signatures and documentation of a module's functions."""
+    for name, function in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
+        try:
+            signature, text = inspect.signature(function), inspect.getdoc(function) or ""
+        except (TypeError, ValueError):  # written in C without a signature
+            continue
+        if not name.startswith("_") and text:
+            yield f"{module}.{name}", signature, text
+
+
+def questions(module: str, *, small: bool) -> Iterator[dict[str, Any]]:
+    for page, signature, text in functions(module):
+        for name, parameter in signature.parameters.items():
+            if isinstance(parameter.default, bool | int | str) and re.fullmatch(r"[\w.'-]+", repr(parameter.default)):
+                question = f"What is the default of {name} in {page}?"
+                yield {"question": question, "answer": repr(parameter.default), "page": page}
+        summary = re.split(r"\.\s|\n\n", " ".join(text.split()))[0]
+        if not small and 20 < len(summary) < 160:
+            question = f"Which function of {module} has this description? {summary}"
+            yield {"question": question, "answer": page.rpartition(".")[2], "page": page}
+
+
+def make_index(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE VIRTUAL TABLE pages USING fts5(name, text)")
+        pages = {f"topic.{name}": text for name, text in topics.items()}
+        for module in (TRAIN + " " + HELD_OUT).split():
+            pages |= {page: f"{page}{signature}\n{text}" for page, signature, text in functions(module)}
+        connection.executemany("INSERT INTO pages VALUES (?, ?)", pages.items())
+
+
+def demonstration(agent: SearchAgent, task: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that searches, opens the page and answers."""
+    library, messages = Library(task["index"], agent.page_chars), agent.build_prompt(task)
+    query = re.sub(r"What is the default of|Which function of|has this description|\bin\b|\?", "", task["question"])
+    for name, arguments in (("search", {"query": " ".join(query.split())}), ("open", {"page": task["page"]})):
+        call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        result = getattr(library, name)(**arguments)
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+    messages.append({"role": "assistant", "content": f"{task['answer']} [{task['page']}]"})
+    return {"task": task, "messages": messages}
+
+
+def main(directory: Path, agent: SearchAgent, *, seed: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    index, rng = (directory / "pages.sqlite").resolve(), random.Random(seed)
+    make_index(index)
+    tasks = {
+        split: [
+            {**question, "index": str(index)}
+            for module in names.split()
+            for question in questions(module, small=isinstance(agent, SmallSearchAgent))
+        ]
+        for split, names in (("train", TRAIN), ("held_out", HELD_OUT))
+    }
+    write(directory / "train.jsonl", rng.sample(tasks["train"], len(tasks["train"])))
+    write(directory / "held_out.jsonl", rng.sample(tasks["held_out"], 96))
+    found = [task for task in tasks["train"] if task["page"] in Library(task["index"]).search(task["question"])]
+    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(found, 80)])
+
+
+def write(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), SmallSearchAgent() if "small" in sys.argv[2:] else SearchAgent())

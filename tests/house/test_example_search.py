@@ -1,0 +1,81 @@
+"""``examples/search``: any query has an answer, and only a page that was opened is cited for a reward."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.gateway import calling, one_sample, serving
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    sys.path.append(str(EXAMPLE))
+    import search_agent
+    import search_data
+
+    yield search_agent, search_data
+    sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def task(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    _, data = modules
+    index = tmp_path_factory.mktemp("search") / "pages.sqlite"
+    data.make_index(index)
+    questions = data.questions("shutil", small=True)
+    return {**next(each for each in questions if each["page"] == "shutil.rmtree"), "index": str(index)}
+
+
+QUERIES = ['"', "shutil AND (", "name: rmtree NEAR(", "-*^", "", "a " * 50_000, "\0rmtree", "); DROP TABLE pages", "_"]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=range(len(QUERIES)))
+def test_every_query_has_an_answer(query: str, modules: Any, task: dict[str, Any]) -> None:
+    agent, _ = modules
+    before = Path(task["index"]).read_bytes()
+    library = agent.Library(task["index"])
+    found = library.search(query)
+    assert found.startswith("Error: ") or len(found.splitlines()) <= agent.RESULTS
+    assert library.open(f"{query} pages") == "Error: there is no such page"
+    assert library.opened == set()
+    assert Path(task["index"]).read_bytes() == before
+
+
+def test_the_answer_and_an_opened_page_are_rewarded(modules: Any, task: dict[str, Any]) -> None:
+    agent, data = modules
+    assert (task["question"], task["answer"]) == ("What is the default of ignore_errors in shutil.rmtree?", "False")
+    opened = {"shutil.rmtree"}
+    cases = {
+        "False [shutil.rmtree]": 1.0,
+        "`False` [shutil.copy]": 0.7,
+        "True [shutil.rmtree]": 0.0,
+        "False": 0.7,
+        "": 0.0,
+    }
+    assert {text: agent.score_answer(task, text, opened)["score"] for text in cases} == pytest.approx(cases)
+    assert agent.score_answer(task, "False [shutil.rmtree]", set())["score"] == pytest.approx(0.7)
+    library = agent.Library(task["index"])
+    assert "shutil.rmtree" in library.search("default of ignore_errors in shutil.rmtree").splitlines()
+    assert "ignore_errors=False" in library.open("shutil.rmtree")
+    assert library.opened == opened
+    conversation = data.demonstration(agent.SmallSearchAgent(), task)["messages"]
+    assert conversation[-1]["content"] == "False [shutil.rmtree]"
+    assert len(conversation[-2]["content"]) == 240
+    assert not set(data.TRAIN.split()) & set(data.HELD_OUT.split())
+
+
+def test_openais_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> None:
+    sdk = pytest.importorskip("agents", reason="plays: pip install openai-agents")
+    if not hasattr(sdk, "Runner"):
+        pytest.skip("the package `agents` of this directory stands before OpenAI's: pip install openai-agents")
+    import openai_agent
+
+    calls = calling("search", query="rmtree"), calling("open", page="shutil.rmtree")
+    with serving(*calls, "False [shutil.rmtree]", context_length=10**6) as case:
+        assert asyncio.run(openai_agent.answer(task, case.llm)) == {"score": 1.0, "right": 1.0, "cites": 1.0}
+        one_sample(case, 3)
