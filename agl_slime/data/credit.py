@@ -15,15 +15,15 @@ of the group that answer the same text: GiGPO's anchor states (Feng et al., arXi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_slime.data.normalize import is_counted, normalization_key, normalize_rewards, reward_value
-from agl_slime.errors import TrainerError
+from agl_slime.data.normalize import all_equal, is_counted, normalization_key, normalize_rewards, reward_value
+from agl_slime.errors import ConfigError, RewardError, TrainerError
 from agl_slime.types import Sample
 
 Credit = Literal["group", "turn", "anchor"]
@@ -53,37 +53,73 @@ class _Part:
     reward: float
     spans: Sequence[tuple[int, int]]
     key: tuple[Hashable, Hashable]
+    whole: bool = False
+
+
+class RewardTerm(NamedTuple):
+    """Rewards by name and weight, normalized as one sum; with ``ties`` in groups where the term before is equal."""
+
+    weights: Sequence[tuple[str, float]]
+    ties: bool
+
+
+def reward_terms(text: str) -> list[RewardTerm]:
+    """The terms of ``right=1,format=0.2+length=0.1,polite?``. A term, between commas, is normalized by itself in its
+    group, then weighed and added, as in GDPO (Liu et al., arXiv:2601.05242) without its normalization of the batch;
+    ``+`` adds rewards before; ``?`` counts only in groups in which the term before is equal. Raises ``ConfigError``."""
+    terms = []
+    for part in filter(None, text.split(",")):
+        pairs = [word.strip().partition("=") for word in part.rstrip("?").split("+")]
+        try:
+            weights = tuple((name, float(weight or 1)) for name, _, weight in pairs)
+        except ValueError:
+            weights = (("", math.nan),)
+        terms.append(RewardTerm(weights, part.endswith("?")))
+        if not all(name and math.isfinite(weight) for name, weight in weights) or terms[0].ties:
+            example = "right=1,format=0.2 or right,format?"
+            raise ConfigError(f"rewards is {text!r}; write names with weights, as in {example}")
+    return terms
 
 
 def token_advantages(
     samples: Sequence[Sample],
     *,
     key: str | None = None,
+    rewards: str = "",
     credit: Credit = "group",
     normalized: bool = True,
     std: bool = True,
     advantages: Callable[[Sequence[float], Sequence[int]], Sequence[float]] | None = None,
     penalties: Sequence[float] | None = None,
 ) -> list[NDArray[np.float64]]:
-    """The advantage of each response token of ``samples``; 0 for a sample that is not counted. ``key`` is the reward's
-    name, ``std`` and ``advantages`` are as for ``normalize_rewards``, ``penalties`` are added to each sample's rewards.
+    """The advantage of each response token of ``samples``; 0 for a sample that is not counted. ``rewards`` are
+    ``reward_terms``, of which turns have the first, or ``key`` is the one reward's name; ``std`` and ``advantages`` are
+    as for ``normalize_rewards``, ``penalties`` are added to each sample's rewards.
 
     Raises:
         TrainerError: a span outside of its response.
         RewardError: a missing or non-finite reward, or siblings that differ in reward or group.
     """
     fit = [i for i, sample in enumerate(samples) if is_counted(sample)]
-    added = penalties or [0.0] * len(samples)
+    added, terms = penalties or [0.0] * len(samples), reward_terms(rewards)
+    key = terms[0].weights[0][0] if terms else key
+
+    def normalize(values: Sequence[float], keys: Iterable[tuple[Hashable, Hashable]]) -> Sequence[float]:
+        if not normalized or not values:
+            return values
+        groups, rollouts = zip(*keys, strict=True)
+        columns: dict[str, Any] = {"group_indices": groups, "rollout_ids": rollouts}
+        return normalize_rewards(values, **columns, std=std, advantages=advantages)
+
     parts = [part for i in fit for part in _rewarded_parts(samples[i], i, key, added[i], credit)]
     if credit == "anchor":
         parts += _anchored_parts(samples, fit, key)
-    rewards = [part.reward for part in parts]
-    if normalized and parts:
-        groups, rollouts = zip(*(part.key for part in parts), strict=True)
-        keys: dict[str, Any] = {"group_indices": groups, "rollout_ids": rollouts}
-        rewards = normalize_rewards(rewards, **keys, std=std, advantages=advantages)
+    values = normalize([part.reward for part in parts], (part.key for part in parts))
+    if any(len(term.weights) > 1 or term.weights[0][1] != 1 for term in terms) or len(terms) > 1:
+        sums = _sum_of_terms([(i, samples[i], added[i]) for i in fit], terms, normalize)
+        values = [sums[part.sample] if part.whole else value for part, value in zip(parts, values, strict=True)]
     of_tokens = [np.zeros(sample.response_length) for sample in samples]
-    for part, reward in zip(parts, rewards, strict=True):
+    for part, reward in zip(parts, values, strict=True):
         for start, end in part.spans:
             tokens = of_tokens[part.sample][start:end]
             tokens[:] = reward if credit == "group" else tokens + reward
@@ -122,10 +158,42 @@ def _rewarded_parts(sample: Sample, i: int, key: str | None, penalty: float, cre
             unrewarded[start:end] = False
     if credit != "group" or not of_turns or unrewarded.any():
         reward = reward_value(sample, i, key=key) + penalty
-        yield _Part(i, reward, [(0, sample.response_length)], normalization_key(sample))
+        yield _Part(i, reward, [(0, sample.response_length)], normalization_key(sample), whole=True)
     for name, (reward, spans) in of_turns.items() if credit != "anchor" else ():
         reward += penalty if credit == "group" else 0.0
         yield _Part(i, reward, spans, normalization_key(sample, name, by_number=credit == "turn"))
+
+
+def _sum_of_terms(
+    used: Sequence[tuple[int, Sample, float]], terms: Sequence[RewardTerm], normalize: Callable[..., Sequence[float]]
+) -> dict[int, float]:
+    """The sum of the normalized terms of each sample, from its number, and its penalty, which joins the first term. A
+    sample without a term's rewards has no part in it."""
+    sums, before = {i: 0.0 for i, _, _ in used}, dict[Hashable, list[float]]()
+    for number, term in enumerate(terms):
+        names = [name for name, _ in term.weights]
+        having = [each for each in used if isinstance(each[1].reward, Mapping) and {*names} <= each[1].reward.keys()]
+        if used and not having:
+            available = sorted({name for _, sample, _ in used for name in _names_of(sample)})
+            raise RewardError(f"no rollout has the rewards {' and '.join(names)}, only {', '.join(available) or 'one'}")
+        alone = len(names) == 1
+        values = [
+            math.fsum((1.0 if alone else weight) * reward_value(sample, i, key=name) for name, weight in term.weights)
+            + (0.0 if number else penalty)
+            for i, sample, penalty in having
+        ]
+        keys = [normalization_key(sample, "") for _, sample, _ in having]
+        weight = term.weights[0][1] if alone else 1.0
+        for (i, _, _), (group, _), value in zip(having, keys, normalize(values, keys), strict=True):
+            sums[i] += weight * value if not term.ties or all_equal(before.get(group) or [0.0]) else 0.0
+        before = {}
+        for (group, _), value in zip(keys, values, strict=True):
+            before.setdefault(group, []).append(value)
+    return sums
+
+
+def _names_of(sample: Sample) -> list[str]:
+    return [*sample.reward] if isinstance(sample.reward, Mapping) else []
 
 
 def _anchored_parts(samples: Sequence[Sample], fit: Sequence[int], key: str | None) -> list[_Part]:

@@ -48,7 +48,7 @@ class Failures:
     def raise_if_misnamed(self) -> None:
         """Raise ``LoopError`` when the first reward has not the name that the run is to train on."""
         if self._other_names:
-            raise LoopError(f"{self._other_names}: declare one of these as reward_key, or none for the first")
+            raise LoopError(f"{self._other_names}: declare one of these as the reward, or none for the first")
 
     def pause_after(self, iteration: int, groups: Sequence[GroupResult]) -> float | None:
         """The seconds to pause before another batch; ``None`` to continue with this one. Raises ``LoopError``."""

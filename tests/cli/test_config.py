@@ -103,7 +103,7 @@ local_settings = st.builds(
     clip_high=st.none() | positive,
     aggregation=st.sampled_from(["token", "rollout"]),
     gradient_checkpointing=st.booleans(),
-    reward_key=st.none() | texts,
+    rewards=st.sampled_from(["", "right", "right=1,format=0.2"]),
 )
 configs = st.builds(
     train_config,

@@ -283,7 +283,7 @@ SHOWN: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (request, "sampling.", {}, {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "max_new_tokens": 5}),
     (request, "sampling.", {}, {"stop": ("x",), "stop_token_ids": (3,), "skip_special_tokens": True}),
     (request, "sampling.", {}, {"context_length": 64, "extra": {"repetition_penalty": 1.5}}),
-    (groups, "", {}, {"drop_zero_variance": True, "local.reward_key": "format"}),
+    (groups, "", {}, {"drop_zero_variance": True, "local.rewards": "format"}),
     (groups, "group.", {}, {"min_ratio": 1.0, "min_members": 1, "max_retries": 1}),
     (groups, "group.", {}, {"timeout_s": 1.0, "drop_early": False}),
     (loop, "", {}, {"max_concurrent": 2, "runners": "process:2"}),

@@ -102,7 +102,7 @@ def test_a_declared_reward_that_the_first_reward_has_not_ends_the_run(engine: Sc
         _, text = failed_run(engine, agent=HelloAgent(judge=judge), source=source, rollout_batch_size=4)
     finally:
         released.set()
-    assert "the rollout has no reward named 'call', only format, score: declare one of these as reward_key" in text
+    assert "the rollout has no reward named 'call', only format, score: declare one of these as the reward" in text
     assert time.monotonic() - began < 15
 
 

@@ -319,8 +319,8 @@ def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     if (limit := _validation_sampling(began).get("max_new_tokens")) is not None:
         inherited["max_new_tokens"] = limit
     inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
-    if "agent" not in config.settings and (key := (began.get("local") or {}).get("reward_key")):
-        inherited["local"] = LocalTrainerSettings(reward_key=key)
+    if "agent" not in config.settings and (key := (began.get("local") or {}).get("rewards")):
+        inherited["local"] = LocalTrainerSettings(rewards=key)
     flags = dict(config.settings)
     if flags.get("temperature") == 0:
         del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it

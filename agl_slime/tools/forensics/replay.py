@@ -167,7 +167,7 @@ def _trainer_settings(settings: Mapping[str, Any]) -> LocalTrainerSettings:
     names = {field.name for field in fields(LocalTrainerSettings)}
     local = {name: value for name, value in (settings.get("local") or {}).items() if name in names}
     local = {name: tuple(value) if isinstance(value, list) else value for name, value in local.items()}
-    return LocalTrainerSettings(**{**local, "reward_key": None})
+    return LocalTrainerSettings(**{**local, "rewards": ""})
 
 
 def _start(run: RunDir, config: ReplayConfig) -> tuple[int, Path, Path | None]:

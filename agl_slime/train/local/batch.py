@@ -59,7 +59,7 @@ class TrainBatch:
         cls,
         samples: Sequence[Sample] | Sequence[Sequence[Sample]],
         *,
-        reward_key: str | None = None,
+        rewards: str = "",
         credit: Credit = "group",
         rewards_normalization: bool = True,
         std_normalization: bool = True,
@@ -119,7 +119,7 @@ class TrainBatch:
 
         advantages = token_advantages(
             flat,
-            key=reward_key,
+            rewards=rewards,
             credit=credit,
             normalized=rewards_normalization,
             std=std_normalization,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from agl_slime.data.credit import CREDITS, Credit
+from agl_slime.data.credit import CREDITS, Credit, reward_terms
 from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
@@ -87,8 +87,10 @@ class LocalTrainerSettings:
     credit: Credit = "group"
     """Credit of a token: group (its turn's reward, else the rollout's), turn (both, turns by number: turn-level GRPO),
     or anchor (the rollout's, and its return among turns that answer the same text: GiGPO)."""
-    reward_key: str | None = None
-    """The reward to train on, of several by name; by default the first of the first rollout."""
+    rewards: str = ""
+    """The rewards to train on by name, with weights: right=1,format=0.2 (each normalized in its group, then added),
+    right+format=0.2 (added before) or right,format? (only where right is equal); by default the first of the first
+    rollout."""
     lora_rank: int = 0
     """Rank of LoRA adapters (with peft), which are trained instead of the weights; 0 trains all weights."""
     lora_alpha: float = 32.0
@@ -107,7 +109,14 @@ class LocalTrainerSettings:
     device: str = "cpu"
     """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` if available."""
 
+    @property
+    def reward_key(self) -> str | None:
+        """The primary reward, which turns, filters and reports have."""
+        terms = reward_terms(self.rewards)
+        return terms[0].weights[0][0] if terms else None
+
     def __post_init__(self) -> None:
+        reward_terms(self.rewards)
         check_ranges(
             self,
             ("lr lora_alpha", lambda value: 0 < value < math.inf, "above 0"),

@@ -455,7 +455,7 @@ class LocalTrainer:
     def _check(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
         checked = TrainBatch.from_samples(
             batch,
-            reward_key=self.settings.reward_key,
+            rewards=self.settings.rewards,
             credit=self.settings.credit,
             rewards_normalization=self.settings.rewards_normalization,
             std_normalization=self.settings.std_normalization,

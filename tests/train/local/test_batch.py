@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.errors import RewardError, TrainerError
-from agl_slime.train.local import TrainBatch
+from agl_slime.errors import ConfigError, RewardError, TrainerError
+from agl_slime.train.local import LocalTrainerSettings, TrainBatch
 from agl_slime.train.local.batch import MicroBatch, make_microbatches, split_minibatches
 from agl_slime.types import Sample, sample_from_fields
 
@@ -95,13 +95,36 @@ def test_a_sample_out_of_the_loss_shifts_nothing_and_needs_no_reward(out: dict[s
         assert sorted(half.tolist() for half in halves) == [[0], [1]]
 
 
-def test_the_reward_key_picks_from_a_dict():
+def test_rewards_are_picked_by_name():
     samples = [sample(reward={"score": 1.0, "format": 0.0}), sample(rollout_id=1, reward={"score": 0.0, "format": 1.0})]
-    assert rewards(samples, reward_key="format", rewards_normalization=False) == [0.0, 1.0]
+    assert rewards(samples, rewards="format", rewards_normalization=False) == [0.0, 1.0]
     with pytest.raises(RewardError, match=r"sample 0 is \{'score': 1.0"):
         rewards(samples)
     with pytest.raises(RewardError, match="reward_key 'style'"):
-        rewards(samples, reward_key="style")
+        rewards(samples, rewards="style")
+    with pytest.raises(RewardError, match="no rollout has the rewards style, only format, score"):
+        rewards(samples, rewards="score,style")
+    for text in ("score=x", "=1", "score?", "score,,=2", "score=inf"):
+        with pytest.raises(ConfigError, match="write names with weights"):
+            LocalTrainerSettings(rewards=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score=1,format=0.2", [1.0 - 0.2, 0.0, -1.0 + 0.2]),  # each with a standard deviation of 1
+        ("score=2", [2.0, 0.0, -2.0]),
+        ("score+format=2", [-1.0, 0.0, 1.0]),  # 0, 0.5 and 1 more than their mean, over their own deviation
+        ("score,format?", [1.0, 0.0, -1.0]),
+        ("equal,format?", [-1.0, 0.0, 1.0]),
+        ("score,rare", [1.0 + 2**-0.5, 0.0, -1.0 - 2**-0.5]),  # the second of two rollouts
+    ],
+)
+def test_several_rewards_are_normalized_each_or_as_a_sum(text: str, expected: list[float]):
+    named = [{"score": 2.0 - n, "format": float(n), "equal": 3.0} for n in range(3)]
+    named[0]["rare"], named[2]["rare"] = 1.0, 0.0
+    samples = [sample(rollout_id=n, reward=reward) for n, reward in enumerate(named)]
+    assert rewards(samples, rewards=text) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -123,4 +123,4 @@ def test_the_batch_is_slimes_with_rewards_by_name():
     for sample in samples:
         sample.reward = {"score": sample.reward, "format": 0.0}
     theirs = slime_convert(samples, reward_key="score", rewards_normalization=False)
-    check(TrainBatch.from_samples(samples, reward_key="score", rewards_normalization=False), theirs)
+    check(TrainBatch.from_samples(samples, rewards="score", rewards_normalization=False), theirs)
