@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # At the end of a run Ctrl-C must not wait for a store that does not answer.
 _CANCEL_TIMEOUT_S = 1.0
 _RUN_ENDED = "run_ended"
+_PILOTS = 8  # dropped pilots that are replaced, for each place of a batch
 
 
 class Schedule:
@@ -241,9 +242,8 @@ class Schedule:
         """Replace dropped groups, as many as the settings allow; further dropped groups occupy places in a batch. While
         every rollout fails, nothing is replaced, so that the run stops early."""
         settings = self._settings
-        size, most = settings.n_samples_per_prompt, settings.max_replaced_groups
-        if most is None:
-            most = settings.rollout_batch_size * size // (settings.group_pilot or size)
+        if (most := settings.max_replaced_groups) is None:
+            most = settings.rollout_batch_size * (_PILOTS if settings.group_pilot else 1)
         while self._any_succeeded and self._dropped and len(self._replaced) < most:
             number = self._dropped.pop(0)
             self._admission.replace(number)

@@ -35,8 +35,8 @@ class LoopSettings:
     failure_patience_s: float = 600.0
     """Seconds for which the run tries other tasks, with pauses, when all rollouts fail after earlier successes."""
     max_replaced_groups: int | None = None
-    """Most dropped groups replaced per iteration; None is ``rollout_batch_size``, or with ``group_pilot`` as
-    many as have a batch's rollouts. While every rollout fails, none is replaced."""
+    """Most dropped groups replaced per iteration; None is ``rollout_batch_size``, eight times it with
+    ``group_pilot``. While every rollout fails, none is replaced."""
     save_interval: int = 10
     """Iterations between checkpoints; the last iteration writes one, too."""
     max_staleness: int = 0

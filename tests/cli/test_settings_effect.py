@@ -289,6 +289,7 @@ SHOWN: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
     (loop, "", {}, {"max_concurrent": 2, "runners": "process:2"}),
     (loop, "", {"runners": "process:2"}, {"store_host": "10.0.0.1"}),
     (loop, "loop.", {}, dict.fromkeys(TIMES, 3) | dict.fromkeys(ENDS, 1)),
+    (loop, "loop.", {}, {"task_sampling": "learnable", "group_pilot": 2}),
     (loop, "gateway.", {}, {"host": "0.0.0.0", "port": 7, "branches": "all", "constraints": "mask"}),
     (loop, "gateway.", {}, {"untrained_models": ("judge",), "trained_models": ("judge",), **dict.fromkeys(LIMITS, 3)}),
     (loop, "gateway.", {"gateway.port": 7}, {"public_url": URL}),
