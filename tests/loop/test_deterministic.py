@@ -158,7 +158,10 @@ PLANTED: dict[str, tuple[Any, str]] = {
         {"options": {"untrained": "planted"}},
         rf"{ROLLOUT}, equal tokens, and trained \[.*, (\[\d+, \d+\])\] and \[\1\]$",
     ),
-    "failure": ({"tool": broken}, r"iteration 1, task \d, rollout \d of its group: outcomes 'trained' and 'failed'"),
+    "failure": (  # of a group that one failure drops, the others are filtered, or cancelled where they were slower
+        {"tool": broken},
+        r"iteration 1, task \d, rollout \d of its group: (equal.* )?outcomes 'trained' and '(fail|filter|cancell)ed'",
+    ),
     "reward": ({"compute_reward": lambda *_: random.random()}, rf"{ROLLOUT}: equal tokens, and rewards "),
     "order": (by_end, "iteration 1: equal rollouts, and another order of the groups in training"),
     "order, asynchronous": (
