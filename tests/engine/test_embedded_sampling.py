@@ -29,7 +29,7 @@ def draw(logits: Any, *params: tuple[float, float, int], generator: Any) -> tupl
     return ids, log_probs
 
 
-def test_a_log_prob_has_the_same_bits_alone_and_beside_others_with_two_threads(torch: Any) -> None:
+def test_log_prob_has_the_same_bits_alone_and_beside_others_on_two_threads(torch: Any) -> None:
     """Of a vocabulary so large that torch would sum a single row in parts."""
     logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(1))
     torch.set_num_threads(2)
