@@ -23,7 +23,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-import psutil
 from rich.console import Console
 from rich.logging import RichHandler
 
@@ -161,6 +160,7 @@ def _open_closed_streams() -> bool:
 
 
 def _train(arguments: list[str]) -> None:
+    began = time.monotonic() - time.process_time()  # of this process, which has done nothing but imports
     separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
 
     from agl_slime.cli.config_file import parse_train_config  # refuses an unknown version of slime
@@ -178,7 +178,6 @@ def _train(arguments: list[str]) -> None:
 
             configure_worker_process()  # first: it makes the other imports faster
             from agl_slime.cli.local import run_training
-        began = time.monotonic() - (time.time() - psutil.Process().create_time())  # as the wall time that a user sees
         # auto: no other code shares this process
         options: Any = {"console": console, "torch_threads": "auto", "began": began}
         _run_until_signal(run_training(config, slime_flags=slime_flags, **options))
