@@ -206,7 +206,7 @@ def _rollouts(line: dict[str, Any], rng: random.Random) -> str:
         changes |= {
             "id": lambda: _packed(sample, "tokens", "<i4", rng),
             "log-prob": lambda: _packed(sample, "engine_log_probs", "<f4", rng, among=range(first[0], first[1])),
-            "mask": lambda: first.__setitem__(rng.choice((0, 1)), rng.choice((first[0] + 1, first[0] + 2, 999))),
+            "mask": lambda: _moved(first, rng),
             "mask less": lambda: sample["trained"].pop(),
             "version": lambda: sample["weight_versions"][0].__setitem__(0, rng.choice(("98", "99"))),
             "version's span": lambda: sample["weight_versions"][0].__setitem__(1, sample["weight_versions"][0][2]),
@@ -236,6 +236,12 @@ def _one_of(changes: dict[str, Callable[[], Any]], rng: random.Random) -> str:
     name = rng.choice(sorted(changes))
     changes[name]()
     return name
+
+
+def _moved(span: list[int], rng: random.Random) -> None:
+    """Another begin or end; the span of an answer of one token ends at its begin + 1 already."""
+    place, places = rng.choice((0, 1)), (span[0] + 1, span[0] + 2, 999)
+    span[place] = rng.choice([each for each in places if each != span[place]])
 
 
 def _packed(sample: dict[str, Any], name: str, kind: str, rng: random.Random, *, among: Any = None) -> None:
