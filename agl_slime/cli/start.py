@@ -24,7 +24,8 @@ from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.wiring import RunInputs, environment_of
 from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
-from agl_slime.loop.tasks import Task, digest, read_tasks, shuffled
+from agl_slime.loop.task_files import digest
+from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.support.files import LOCK, remove, sole_owner
 from agl_slime.support.terminal import print_line, say

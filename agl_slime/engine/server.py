@@ -26,8 +26,9 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from agl_slime.engine.engine import Engine, as_the_models, read_weights
+from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
+from agl_slime.engine.weights import as_the_models, read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.net import has_token

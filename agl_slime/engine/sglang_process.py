@@ -19,8 +19,9 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.child import ServerChild, installed_version, wait_beside_parent, without_pythonpath
+from agl_slime.support.child import ServerChild, wait_beside_parent
 from agl_slime.support.net import free_port
+from agl_slime.support.other_python import installed_version, without_pythonpath
 from agl_slime.support.threads import usable_cores
 
 SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"

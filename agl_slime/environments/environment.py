@@ -21,9 +21,9 @@ from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
-from agl_slime.support.child import installed_version
 from agl_slime.support.files import CACHE_VARIABLE, cache_directory, write_file
 from agl_slime.support.net import shown_url
+from agl_slime.support.other_python import installed_version
 from agl_slime.support.ranges import check_ranges
 
 PYTHON_VARIABLE = "AGL_ENV_PYTHON"

@@ -22,7 +22,8 @@ import psutil
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
-from agl_slime.support.child import ServerChild, installed_version, wait_beside_parent
+from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.other_python import installed_version
 
 _END_TIMEOUT_S = 2.0
 _POLL_S = 0.5  # between the controller's polls for new rollouts

@@ -1,5 +1,5 @@
 """Child processes: ``Child``, one with a process group of its own; ``ServerChild``, one that answers at an address;
-``Supervisor``, which starts ended children again. Also the version of a package in another Python."""
+``Supervisor``, which starts ended children again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Generic, Self, TypeVar
 
-from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
+from agl_slime.errors import EngineError, EngineTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,6 @@ C = TypeVar("C")
 _TAIL_BYTES = 2000
 _GRACE_S = 3.0
 _POLL_S = 0.25
-
-_VERSION_TIMEOUT_S = 60
 
 
 class Child:
@@ -353,25 +351,3 @@ def wait_beside_parent(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
     return 128 - code if (code := process.returncode) is not None and code < 0 else code
-
-
-def without_pythonpath() -> dict[str, str]:
-    """The environment without this process's PYTHONPATH."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-
-def installed_version(
-    python: str | Path, package: str, *, setting: str, fix: str, env: Mapping[str, str] | None = None
-) -> str:
-    """The version of ``package`` in ``python``, which ``setting`` named. Raises ``ConfigError``, with the ``fix``."""
-    program = f"from importlib.metadata import version; print(version({package!r}))"
-    command = [str(python), "-c", program]
-    try:
-        completed = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=True
-        )
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"{setting} {python}: this Python has no {package}; {fix}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{setting} {python}: it does not run as a Python ({error}); {fix}") from None
-    return completed.stdout.strip()

@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agl_slime.buffer import agent_rollout, stages
-from agl_slime.buffer.agent_rollout import generate_agent_rollout, generate_rollout, get_rollout_data, start_rollout
+from agl_slime.buffer import agent_rollout, session, stages
+from agl_slime.buffer.agent_rollout import generate_agent_rollout, generate_rollout, start_rollout
 from agl_slime.buffer.masks import get_loss_mask_generator
 from agl_slime.buffer.samples import SampleMaker, make_uniform
 from agl_slime.buffer.server import BufferServer
+from agl_slime.buffer.session import get_rollout_data
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.buffer.items import Client, add_generator, make_item, settings_for
@@ -95,7 +96,7 @@ async def test_unusable_groups_are_left_out_and_slime_may_get_raw_rewards(tmp_pa
 @pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
 async def test_evaluations_have_a_generator_of_their_own_and_new_rollouts(tmp_path, monkeypatch, names):
     """The items of the first evaluation must not answer the second."""
-    monkeypatch.setattr(agent_rollout, "CHECK_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     runs = tmp_path / "runs"
     runs.write_text("")
     code = GENERATOR.replace('"sums"', '"sums_eval"').replace('"tokens": [1, 2, 3]', '"tokens": [1, 2, run]')
@@ -126,7 +127,7 @@ async def test_evaluations_have_a_generator_of_their_own_and_new_rollouts(tmp_pa
 
 async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
     """The buffer has forgotten the run, so the client has to start it again."""
-    monkeypatch.setattr(agent_rollout, "CHECK_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR)
     data_buffer = DataBuffer()
     async with BufferServer(settings=settings_for(tmp_path)) as server:
@@ -192,7 +193,7 @@ async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatc
 
 
 async def test_a_generator_that_ends_too_early_or_is_refused_ends_the_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_rollout, "CHECK_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     add_generator(
         tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
     )

@@ -85,7 +85,7 @@ def requests(policy_dir: Path) -> Iterator[Requests]:
 
 
 def weights_of(directory: Path) -> dict[str, Any]:
-    from agl_slime.engine.engine import read_weights
+    from agl_slime.engine.weights import read_weights
 
     return read_weights(directory)
 

@@ -12,7 +12,8 @@ import pytest
 
 from agl_slime.cli.config_file import parse_train_config
 from agl_slime.errors import ConfigError
-from agl_slime.loop.tasks import TaskCursor, as_task_source, digest, read_tasks, shuffled_tasks
+from agl_slime.loop.task_files import digest
+from agl_slime.loop.tasks import TaskCursor, as_task_source, read_tasks, shuffled_tasks
 
 TASKS = [{"n": number} for number in range(7)]
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.tasks import read_rows, split_slice
+from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.tools.rehearse.names import nearest
 from agl_slime.tools.rehearse.parsing import Parsed
 from agl_slime.tools.rehearse.script import DRIVERS, Played, RayNode, Training

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from agl_slime.errors import AglSlimeError, ConfigError
-from agl_slime.loop.tasks import split_slice
+from agl_slime.loop.task_files import split_slice
 from agl_slime.support.child import Child
 from agl_slime.tools.rehearse.checks import Arguments, Nodes
 from agl_slime.tools.rehearse.engine import REQUEST

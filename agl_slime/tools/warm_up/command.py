@@ -63,7 +63,7 @@ def warm_up(
     from agl_slime.agent.loading import load_agent
     from agl_slime.tools.warm_up.recorded import read_conversations
     from agl_slime.tools.warm_up.steps import SUPERVISED, imitate, probe
-    from agl_slime.train.local.model import has_bfloat16, torch_device
+    from agl_slime.train.local.hardware import has_bfloat16, torch_device
     from agl_slime.train.local.trainer import LocalTrainer
 
     loaded = load_agent(agent) if agent is not None else None

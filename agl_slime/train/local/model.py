@@ -1,17 +1,14 @@
-"""The policy as a Hugging Face causal LM: loading, logits at given positions, low-rank adapters (``peft``; the layers'
-weights stay frozen), checkpoints for SGLang, and its use of this machine."""
+"""The policy as a Hugging Face causal LM: loading, logits at given positions, and checkpoints for SGLang."""
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,21 +20,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.utils import logging as transformers_logging
 
 from agl_slime.engine.experts import routers_of
-from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
-from agl_slime.support.threads import usable_cores
+from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.train.local.batch import MicroBatch
-from agl_slime.train.local.settings import LocalTrainerSettings
 
 _PACKED = "agl_slime_packed"  # name of the packed attention in transformers
 _MAX_PACKED_SHARE = 0.9  # of the padded size
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
-
-_ADAPTER = "default"
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_SMALL_MODEL = 5_000_000  # parameters; below, a second thread costs more than it gains
 
 
 def load_model(directory: Path, *, device: torch.device, images: bool = False) -> transformers.PreTrainedModel:
@@ -244,154 +233,3 @@ def _replay(router: Any, output: Any, model: Any, layer: int) -> Any:
     if getattr(router, "norm_topk_prob", True):  # Mixtral normalizes without the switch
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return logits, weights.to(output[1].dtype), ids
-
-
-def add_adapters(model: transformers.PreTrainedModel, settings: LocalTrainerSettings, *, seed: int = 0) -> None:
-    """Add LoRA adapters (arXiv:2106.09685) to ``model`` and freeze everything else. They start as the identity.
-
-    Raises:
-        MissingDependencyError: peft is not installed.
-        ConfigError: ``lora_rank`` is above the model's hidden size, or ``lora_targets`` names no layer of the model,
-            a layer with tied weights, or the output layer alone.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise MissingDependencyError('lora_rank needs peft: pip install "agl-slime[lora]"') from error
-    if settings.lora_rank > (hidden := model.config.get_text_config().hidden_size):
-        reason = f"the model's hidden size is {hidden}, and no update of its weights has a rank above it"
-        raise ConfigError(f"lora_rank is {settings.lora_rank}: {reason}; set at most {hidden}, usual are 8 to 64.")
-    config = LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,  # pyright: ignore[reportArgumentType]
-        target_modules=list(settings.lora_targets) or "all-linear",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, model, _ADAPTER)
-        except ValueError as error:
-            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {error}") from error
-    model.eval()
-    layers = [layer.get_base_layer() for _, layer in _adapted(model)]
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
-    for layer in layers:
-        if len(same := names[id(layer.weight)]) > 1:
-            reason = f"{' and '.join(same)} are the same weights, and adapters would change one of them only"
-            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {reason}; leave that layer out.")
-    if layers == [output := model.get_output_embeddings()] or layers == [getattr(output, "base_layer", None)]:
-        raise ConfigError(f"lora_targets is {settings.lora_targets!r}, the output layer alone; name others as well.")
-
-
-def adapter_weights(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the adapters by name: the trained parameters."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def merged_weights(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a model without adapters, with the adapters merged; the layers' weights stay unchanged."""
-    changes = {name: layer.get_delta_weight(_ADAPTER) for name, layer in _adapted(model)}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        layer, adapted, part = name.partition(".base_layer.")
-        if adapted:
-            name = f"{layer}.{part}"
-            tensor = tensor + changes[layer] if part == "weight" else tensor
-        if ".lora_" not in name:
-            weights[name] = tensor.contiguous()
-    return weights
-
-
-def save_adapter(model: transformers.PreTrainedModel, directory: Path, *, base: Path) -> None:
-    """Write the adapters alone in ``peft``'s format, for the model in ``base``."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    directory.mkdir()
-    weights = get_peft_model_state_dict(model, adapter_name=_ADAPTER)  # pyright: ignore[reportArgumentType]
-    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config: Any = copy.copy(model.peft_config[_ADAPTER])  # pyright: ignore[reportIndexIssue, reportCallIssue, reportArgumentType]
-    config.base_model_name_or_path, config.task_type, config.inference_mode = str(base), "CAUSAL_LM", True
-    config.save_pretrained(str(directory))
-
-
-@contextmanager
-def without_adapters(model: transformers.PreTrainedModel) -> Iterator[None]:
-    """The model before training, while the context is open."""
-    layers = [layer for _, layer in _adapted(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-def base_checksum(model: transformers.PreTrainedModel) -> int:
-    """Checksum of all frozen weights: adapters are valid only with the weights they were trained on."""
-    value = 0
-    for tensor in (parameter.detach() for parameter in model.parameters() if not parameter.requires_grad):
-        value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)
-    return value
-
-
-def _adapted(model: transformers.PreTrainedModel) -> list[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-
-
-def torch_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is CUDA if available. Raises ``ConfigError`` for a device that torch cannot
-    use."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {name!r}, which torch cannot use here ({reason}); 'cpu' always works.") from error
-    return device
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware has instructions for bfloat16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def bfloat16_wanted(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:
-    """Whether to compute in bfloat16. Raises ``ConfigError`` if requested on hardware that would emulate it."""
-    has = has_bfloat16(device)
-    if setting == "bfloat16" and not has:
-        raise ConfigError(
-            f"compute_dtype is 'bfloat16', which the {device.type} here has no instructions for; use 'auto'."
-        )
-    return has and (setting == "bfloat16" or (setting == "auto" and device.type == "cuda"))
-
-
-def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -> None:
-    """Set torch's CPU threads for the whole process; ``None`` leaves them alone. ``auto`` stays within
-    ``OMP_NUM_THREADS``, if set."""
-    if setting is None:
-        return
-    if setting == "auto":
-        small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
-        setting = 1 if small else usable_cores()
-    torch.set_num_threads(setting)
-
-
-def in_own_thread(method: F) -> F:
-    """``method``, run in the ``thread`` of its object for callers of any thread."""
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.thread.submit(method, self, *args, **kwargs).result()
-
-    return call  # type: ignore[return-value]

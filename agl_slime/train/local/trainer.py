@@ -30,6 +30,15 @@ from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.train.local.functions import user_function, user_metrics
+from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
+from agl_slime.train.local.lora import (
+    adapter_weights,
+    add_adapters,
+    base_checksum,
+    merged_weights,
+    save_adapter,
+    without_adapters,
+)
 from agl_slime.train.local.loss import (
     Objective,
     Reference,
@@ -42,23 +51,13 @@ from agl_slime.train.local.loss import (
     token_weights,
 )
 from agl_slime.train.local.model import (
-    adapter_weights,
-    add_adapters,
     allow_packing,
-    base_checksum,
-    bfloat16_wanted,
     checkpoint_layers,
     hidden_at,
-    in_own_thread,
     load_model,
     logits_of,
-    merged_weights,
     packs,
-    save_adapter,
     save_model,
-    set_threads,
-    torch_device,
-    without_adapters,
 )
 from agl_slime.train.local.settings import LocalTrainerSettings, WeightsDtype, default_lr
 from agl_slime.types import Sample, flat_samples

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.loop.tasks import read_rows, without_bytes
+from agl_slime.loop.task_files import read_rows, without_bytes
 from agl_slime.tokens.tokenizer import has_chat_template, render_chat
 
 DEFAULT_INPUT_KEY = "input"

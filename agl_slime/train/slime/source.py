@@ -23,8 +23,9 @@ from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.flags import evaluates, warn_of_flags
 from agl_slime.train.slime.hooks import credits_tokens
-from agl_slime.train.slime.producer import NO_EVALUATION, StalenessController, TaskProducer
+from agl_slime.train.slime.producer import NO_EVALUATION, TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
+from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.types import DataSource, Sample, flat_samples, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import transformers  # noqa: E402
 from agl_slime.cli.settings import train_config  # noqa: E402
 from agl_slime.errors import ConfigError, MissingDependencyError  # noqa: E402
 from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
-from agl_slime.train.local.model import bfloat16_wanted, set_threads, torch_device  # noqa: E402
+from agl_slime.train.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
 

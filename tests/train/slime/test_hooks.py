@@ -19,7 +19,7 @@ from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
-from agl_slime.train.slime.producer import StalenessController
+from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine

@@ -14,7 +14,8 @@ import pytest
 
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.loop.tasks import digest, read_rows, read_tasks, split_slice
+from agl_slime.loop.task_files import digest, read_rows, split_slice
+from agl_slime.loop.tasks import read_tasks
 from agl_slime.train.slime.args import PluginSettings, context_length, prompt_data
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.flags import refused_keys

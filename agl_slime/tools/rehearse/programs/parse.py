@@ -158,7 +158,7 @@ def _collecting(function: Any, refused: list[str]) -> Any:
 def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
     """Note the objects that slime's flags and our settings name and that cannot be imported, our files that are
     missing, and the nearest names that exist."""
-    from agl_slime.loop.tasks import split_slice
+    from agl_slime.loop.task_files import split_slice
     from agl_slime.tools.rehearse.names import near_file, unresolved, unresolved_elsewhere
 
     args = {name: value for name, value in args.items() if isinstance(value, str)}  # the checks name other types
