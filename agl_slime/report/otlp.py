@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"  # OpenTelemetry's own: whether spans have messages
 
+_MOST_SPANS = 2**20  # that wait; the processor drops others, and a batch's spans come at once
+
 
 class OtlpWriter:
     """A trace for each rollout of a group: a span of the agent with reward and outcome, and a child for each model call
@@ -55,15 +57,15 @@ class OtlpWriter:
     def _start(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        for name in ("exporter", "sdk.trace", "sdk._shared_internal"):  # a line for every try; report_lost has one
-            logging.getLogger(f"opentelemetry.{name}").setLevel(logging.CRITICAL)
+        # which has a line for every try; report_lost has one
+        logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
         settings, name = self._dir.settings() or {}, self._dir.path.resolve().name
         self._agent, self._model = str(settings.get("agent")), str(settings.get("model_path") or "policy")
         resource = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "agl-slime"), "rl.system": "agl-slime"}
         resource |= {"rl.run.id": name, "rl.environment.name": self._agent, "rl.model.name": self._model}
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
         self._exporter = _CountingExporter(OTLPSpanExporter())
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter, max_queue_size=_MOST_SPANS))
 
     def _emit(self, member: Any, group: Any, iteration: int) -> None:
         timeline = member.timeline
@@ -123,7 +125,8 @@ class _CountingExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
-        self.lost = self._reported = 0
+        self.lost = 0
+        self._reported = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
@@ -139,7 +142,7 @@ class _CountingExporter(SpanExporter):
         if self.lost and not self._reported:
             fix = "check OTEL_EXPORTER_OTLP_ENDPOINT (default http://localhost:4318)"
             logger.warning("--track otlp: %d spans were not delivered; %s.", self.lost, fix)
-            self._reported = self.lost
+            self._reported = True
 
 
 def _ns(time_s: float) -> int:

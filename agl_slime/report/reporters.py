@@ -137,16 +137,11 @@ class StandardReporters(Reporters):
         progress = ProgressReporter(console=console, view=view)
         outputs: dict[str, Output] = {"metrics": metrics, "tensorboard": tensorboard}
         outputs |= {"rollouts": rollouts, "model": ModelOfRun(run.model)}
-        trackers = make_trackers([name for name in track if name != "otlp"], run)
-        outputs |= trackers
+        trackers = make_trackers(track, run)
+        outputs |= {name: tracker for name, tracker in trackers.items() if isinstance(tracker, Output)}
         summary = SummaryReporter(run, outputs=outputs, console=console)
         # groups before metrics: after a kill no iteration has metrics without groups; the summary last: it lists files
-        spans = []
-        if "otlp" in track:
-            from agl_slime.report.otlp import OtlpWriter
-
-            spans.append(OtlpWriter(run))
-        super().__init__((rollouts, metrics, tensorboard, *trackers.values(), *spans, progress, summary))
+        super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         self.rollouts.tokenizer = tokenizer

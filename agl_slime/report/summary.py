@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.text import Text
@@ -221,6 +221,7 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
         console.print(Text.assemble((f"{label:<{width}}  ", "dim"), (plain(text), style)), soft_wrap=True)
 
 
+@runtime_checkable
 class Output(Protocol):
     """A file or directory that a reporter writes; ``note`` is a sentence for the case that it is missing."""
 

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, each through its own library and configured by its own environment variables
+"""Weights & Biases, MLflow and OTLP, each through its own library and configured by its own environment variables
 (``WANDB_MODE``, ``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI`` …). A resumed run continues its tracker run, whose id is in
 ``trackers.json``."""
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from agl_slime.errors import MissingDependencyError
-from agl_slime.events import Event, IterationFinished, RunFinished, RunStarted
+from agl_slime.events import Event, IterationFinished, Reporter, RunFinished, RunStarted
 from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file
@@ -148,6 +148,13 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def make_trackers(names: Sequence[str], run: RunDir) -> dict[str, WandbWriter | MlflowWriter]:
-    writers: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
-    return {name: writers[name](run) for name in names}
+def make_trackers(names: Sequence[str], run: RunDir) -> dict[str, Reporter]:
+    trackers: dict[str, Reporter] = {}
+    for name in names:
+        if name == "otlp":
+            from agl_slime.report.otlp import OtlpWriter  # imports OpenTelemetry
+
+            trackers[name] = OtlpWriter(run)
+        else:
+            trackers[name] = WandbWriter(run) if name == "wandb" else MlflowWriter(run)
+    return trackers

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import MissingDependencyError
-from agl_slime.events import IterationFinished, RunFinished, RunStarted
+from agl_slime.events import GroupsCollected, IterationFinished, RunFinished, RunStarted
 from agl_slime.report.files import RunDir, open_run_dir
 from agl_slime.report.otlp import OtlpWriter
 from agl_slime.report.trackers import MlflowWriter, WandbWriter, need_trackers
@@ -115,6 +116,20 @@ def test_each_rollout_is_a_trace_with_its_reward_and_calls(with_messages, tmp_pa
         assert ("no judge for Alan" in root.status.message) == (event.reward is None)
         assert ("say hello" in attributes.get("gen_ai.input.messages", "")) == with_messages
     assert {event.reward for event in ended.values()} == {None, 0.5}
+
+
+def test_a_batch_of_thousands_of_spans_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come at once, with the event of their iteration."""
+    timeline = {"enqueued": 1.0, "started": 0.0, "ended": 2.0, "calls": [[0.0, 1.0]] * 9}
+    members = tuple(MemberResult(rollout_id=str(n), group_id="g", reward=1.0, timeline=timeline) for n in range(400))
+    group = GroupResult(group_id="g", mode="train", size=len(members), members=members, ready=True)
+    with receiver() as (url, requests):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        writer = OtlpWriter(open_run_dir(tmp_path / "run", agent="a", settings={}, resume=False))
+        for event in (RunStarted(), GroupsCollected(iteration=1, groups=[group]), RunFinished()):
+            writer.handle(event)
+    scopes = [scope for request in requests for each in request.resource_spans for scope in each.scope_spans]
+    assert sum(len(scope.spans) for scope in scopes) == 400 * 10
 
 
 def test_collector_that_does_not_answer_is_one_warning(tmp_path, monkeypatch, caplog):
