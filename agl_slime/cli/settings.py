@@ -234,6 +234,10 @@ class TrainConfig:
             raise ConfigError(f"--keep-best with --max-staleness {self.loop.max_staleness}: {why}")
         if not self.loop.max_staleness:
             self._refuse("weight_pause", "nothing is sampled while the weights change; give --max-staleness 1 or more")
+        if self.loop.deterministic and self.loop.max_staleness:
+            for name in ("drop_zero_variance", "group_pilot"):
+                why = "which group replaces a dropped one depends on time; use --max-staleness 0, or leave it out"
+                self._refuse(name, why, "deterministic")
         if self.runners == "inproc":
             self._refuse("store_host", "the runners are in this process; leave it out, or give other --runners")
         if not (self.local.std_normalization or self.local.rewards_normalization):
