@@ -152,16 +152,22 @@ def reward_spans(sample: Sample, i: int) -> dict[str, tuple[float, list[tuple[in
 
 def _rewarded_parts(sample: Sample, i: int, key: str | None, penalty: float, credit: Credit) -> Iterator[_Part]:
     """The rewarded parts of sample ``i``: the rollout first, unless all its tokens belong to turns with rewards."""
-    of_turns, unrewarded = reward_spans(sample, i), mask_of(sample)
-    for _, spans in of_turns.values():
-        for start, end in spans:
-            unrewarded[start:end] = False
-    if credit != "group" or not of_turns or unrewarded.any():
+    of_turns = reward_spans(sample, i)
+    if credit != "group" or not of_turns or _has_others(sample, of_turns):
         reward = reward_value(sample, i, key=key) + penalty
         yield _Part(i, reward, [(0, sample.response_length)], normalization_key(sample), whole=True)
     for name, (reward, spans) in of_turns.items() if credit != "anchor" else ():
         reward += penalty if credit == "group" else 0.0
         yield _Part(i, reward, spans, normalization_key(sample, name, by_number=credit == "turn"))
+
+
+def _has_others(sample: Sample, of_turns: Mapping[str, tuple[float, list[tuple[int, int]]]]) -> bool:
+    """Whether a token under the mask is in no span of a turn's reward."""
+    unrewarded = mask_of(sample)
+    for _, spans in of_turns.values():
+        for start, end in spans:
+            unrewarded[start:end] = False
+    return bool(unrewarded.any())
 
 
 def _sum_of_terms(

@@ -67,12 +67,13 @@ def normalize_rewards(
     for rollout, (_, group) in by_rollout.items():
         members.setdefault(object() if group is None else group, []).append(rollout)
     advantage_of: dict[object, float] = {}
-    if advantages is not None:
-        numbered = [(number, key) for number, group in enumerate(members.values()) for key in group]
-        values = advantages([by_rollout[key][0] for _, key in numbered], [number for number, _ in numbered])
-        advantage_of.update(zip((key for _, key in numbered), values, strict=True))
-    for group in members.values() if advantages is None else ():
-        advantage_of.update(zip(group, _advantages([by_rollout[key][0] for key in group], std=std), strict=True))
+    if advantages is None:
+        for group in members.values():
+            advantage_of.update(zip(group, _advantages([by_rollout[key][0] for key in group], std=std), strict=True))
+    else:
+        numbers = {key: number for number, group in enumerate(members.values()) for key in group}
+        values = advantages([by_rollout[key][0] for key in numbers], [*numbers.values()])
+        advantage_of.update(zip(numbers, values, strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
 
 
