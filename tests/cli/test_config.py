@@ -30,6 +30,9 @@ SLIME = {"trainer": "slime"}
 NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization=False)
 
 
+REPEATED: dict[str, Any] = {"deterministic": True, "max_staleness": 1}
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -49,13 +52,8 @@ NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization
         ({"eval_sampling": '{"temp": 0}'}, "^--eval-sampling .*temp"),
         ({"eval_sampling": '{"top_p": 2}'}, "^--eval-sampling .*top_p must be in"),
         ({"weight_pause": "in_place"}, "^--weight-pause with --trainer local: nothing is sampled while"),
-        *(
-            ({"deterministic": True, "max_staleness": 1, name: value}, f"^--{flag} with --deterministic True: which")
-            for name, value, flag in (
-                ("drop_zero_variance", True, "drop-zero-variance"),
-                ("group_pilot", 2, "group-pilot"),
-            )
-        ),
+        ({**REPEATED, "drop_zero_variance": True}, "^--drop-zero-variance with --deterministic True: which group"),
+        ({**REPEATED, "group_pilot": 2}, "^--group-pilot with --deterministic True: which group"),
         ({"eval_interval": 0, "eval_tasks": Path("t")}, "^--eval-tasks with --trainer local: there are no validations"),
         ({"store_host": "10.0.0.1"}, "^--store-host with --trainer local: the runners are in this process"),
         ({"local": NO_REWARDS}, r"^--local\.no-std-normalization: with --local\.no-rewards-normalization"),
