@@ -21,6 +21,7 @@ STANDINS = Path(__file__).parent / "standins"
 _PROGRAM = Path(__file__).parent / "programs" / "parse.py"
 _REWARD = re.compile(r"""rm_type == ["'](\w+)["']""")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
+_OF_OUR_SCRIPTS = {"--override-opt_param-scheduler"}  # Megatron's, which scripts of slime lack
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     return replace(
         parsed,
         missing=missing,
-        ignored=_ignored(training.flags, options, slime_dir, real=real),
+        ignored=unread_flags(training.flags, options, slime_dir, real=real),
         rewards=frozenset(_REWARD.findall(rewards.read_text()) if rewards.is_file() else ()),
     )
 
@@ -92,11 +93,16 @@ def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
     return {name: int(value) if value.isdecimal() else value for name, value in settings.items() if value}
 
 
-def _ignored(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real: list[str]) -> dict[str, str]:
-    """Flags that no parser reads. Without Megatron and SGLang, a flag that a script of slime gives counts as theirs."""
+def unread_flags(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real: list[str]) -> dict[str, str]:
+    """Flags that no parser reads, each with the nearest one. Without Megatron and SGLang, a flag that a script of slime
+    or of ours gives counts as theirs."""
     if not {"megatron.training", "sglang.srt"} <= {*real}:
         scripts = [path for suffix in ("sh", "py") for path in slime_dir.glob(f"*/**/*.{suffix}")]
-        options = options | {flag for path in scripts for flag in _FLAG.findall(path.read_text(errors="replace"))}
+        options = (
+            options
+            | _OF_OUR_SCRIPTS
+            | {flag for path in scripts for flag in _FLAG.findall(path.read_text(errors="replace"))}
+        )
     names = dict.fromkeys(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
     unread = [flag for flag in names if flag not in options]
     return {flag: nearest(flag, options, cutoff=0.85) for flag in unread}

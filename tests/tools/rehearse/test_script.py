@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -18,7 +19,7 @@ import pytest
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.tools.rehearse import box, script
 from agl_slime.tools.rehearse.checks import OURS, Nodes, check, check_script
-from agl_slime.tools.rehearse.parsing import Parsed, parse
+from agl_slime.tools.rehearse.parsing import Parsed, parse, unread_flags
 from agl_slime.tools.rehearse.script import PLACE, Command, Played, Training
 from tests.harness.waiting import becomes_true
 
@@ -537,3 +538,12 @@ def test_a_file_that_the_script_makes_is_not_missing() -> None:
     texts = {one.text.partition(" is ")[0].partition(" does ")[0]: one.level for one in findings}
     assert texts["--prompt-data /d/x/rows.jsonl"] == "note"
     assert texts["--ref-load /d/none"] == "breaks"
+
+
+def test_flags_of_slimes_scripts_and_of_ours_count_as_read_where_megatron_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "run.sh").write_text("train.py --swiglu")
+    text = (Path(__file__).parents[3] / "examples" / "slime" / "run_agent.sh").read_text()
+    ours = re.findall(r"(?<![\w-])--override[\w-]+", text)
+    assert ours
+    assert unread_flags(("--swiglu", *ours, "--swiglo=1"), set(), tmp_path, real=[]) == {"--swiglo": "--swiglu"}
