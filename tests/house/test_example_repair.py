@@ -3,7 +3,6 @@
 import random
 import shutil
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "repair"
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="runs code in bubblewrap: apt-get install bubblewrap"
 )
-
-
-@pytest.fixture(scope="module")
-def modules() -> Any:
-    sys.path.append(str(EXAMPLE))
-    import repair_agent
-    import repair_data
-
-    yield repair_agent, repair_data
-    sys.path.remove(str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """``examples/search``: any query has an answer, and only a page that was opened is cited for a reward."""
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,6 @@ import pytest
 from tests.harness.gateway import calling, one_sample, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
-
-
-@pytest.fixture(scope="module")
-def modules() -> Any:
-    sys.path.append(str(EXAMPLE))
-    import search_agent
-    import search_data
-
-    yield search_agent, search_data
-    sys.path.remove(str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")

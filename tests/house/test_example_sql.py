@@ -3,7 +3,6 @@
 import asyncio
 import random
 import sqlite3
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,6 @@ import pytest
 from tests.harness.gateway import calling, one_sample, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sql"
-
-
-@pytest.fixture(scope="module")
-def modules() -> Any:
-    sys.path.append(str(EXAMPLE))
-    import sql_agent
-    import sql_data
-
-    yield sql_agent, sql_data
-    sys.path.remove(str(EXAMPLE))
 
 
 @pytest.fixture(scope="module")
