@@ -540,7 +540,7 @@ def test_a_file_that_the_script_makes_is_not_missing() -> None:
     assert texts["--ref-load /d/none"] == "breaks"
 
 
-def test_flags_of_slimes_scripts_and_of_ours_count_as_read_where_megatron_is_missing(tmp_path: Path) -> None:
+def test_flags_of_slimes_scripts_and_of_ours_count_as_read(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "run.sh").write_text("train.py --swiglu")
     text = (Path(__file__).parents[3] / "examples" / "slime" / "run_agent.sh").read_text()
