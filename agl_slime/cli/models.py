@@ -1,15 +1,12 @@
-"""Resolve ``--model-path``: a directory, ``smollm2``, or a name on the Hugging Face hub; fast digests of a model's
-files, by which a changed model is recognized."""
+"""Resolve ``--model-path``: a directory, ``smollm2``, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from agl_slime.engine.client.describe import vocab_size_of
 from agl_slime.errors import ConfigError
@@ -20,13 +17,6 @@ _CONVERT = "agl_slime.tools.smollm2.convert"  # imported when smollm2 is asked f
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # publisher/model
 # The files that engine and trainer read; the same weights in other formats are not fetched.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
-
-_WEIGHTS = ("*.safetensors", "*.bin")
-_READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json", "*.index.json")
-_READ_WHOLE += ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
-_BLOCK = 4096  # bytes of each sample of a tensor
-_MOST_HEADER = 100_000_000  # bytes, by the format's definition
-_PLACES = 256  # samples of a file of weights that is not safetensors
 
 
 def check_model(model: Path) -> None:
@@ -85,40 +75,3 @@ def _from_hub(name: str, say: Callable[[str], None]) -> Path:
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         raise ConfigError(f"--model {name}: it has no config.json and *.safetensors to train from; give another model")
     return directory
-
-
-def model_digests(directory: Path) -> dict[str, str]:
-    """A digest of each file of the model by its name. Weights are sampled: the header, and the beginning, middle and
-    end of every tensor, because a training step changes all tensors. Configuration, tokenizer and chat template are
-    read whole."""
-    digests = {}
-    for pattern in (*_READ_WHOLE, *_WEIGHTS):
-        for path in directory.glob(pattern):
-            if not path.is_file():
-                continue
-            size = path.stat().st_size
-            digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-            with path.open("rb") as file:
-                whole = pattern in _READ_WHOLE
-                for block in [file.read()] if whole else _sampled(file, size, header=path.suffix == ".safetensors"):
-                    digest.update(block)
-            digests[path.name] = digest.hexdigest()
-    return dict(sorted(digests.items()))
-
-
-def _sampled(file: IO[bytes], size: int, *, header: bool) -> Iterator[bytes]:
-    length = int.from_bytes(file.read(8), "little")
-    if header and length <= min(size, _MOST_HEADER):
-        yield (text := file.read(length))
-        try:
-            tensors = json.loads(text)
-            spans = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
-            ends = [(8 + length + int(start), 8 + length + int(end)) for start, end in spans]
-        except (ValueError, TypeError, KeyError, AttributeError):  # not safetensors: loading it will fail
-            ends = []
-    else:
-        ends = [(size * n // _PLACES, size * (n + 1) // _PLACES) for n in range(_PLACES)]
-    for start, end in sorted(ends):
-        for place in sorted({start, (start + end) // 2, max(start, end - _BLOCK)}):
-            file.seek(place)
-            yield file.read(min(_BLOCK, end - place))

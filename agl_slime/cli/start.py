@@ -18,7 +18,7 @@ from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.agent.loading import configure_agent, load_agent
 from agl_slime.cli.config_file import config_values
 from agl_slime.cli.demo import LOOKUP_POLICY, LookupDemonstrations
-from agl_slime.cli.models import find_model, model_digests
+from agl_slime.cli.models import find_model
 from agl_slime.cli.options import flag
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.wiring import RunInputs, environment_of
@@ -28,6 +28,7 @@ from agl_slime.loop.task_files import digest
 from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.support.files import LOCK, remove, sole_owner
+from agl_slime.support.model_files import model_digests
 from agl_slime.support.terminal import print_line, say
 from agl_slime.support.threads import call_user_code, run_in_thread
 from agl_slime.tokens.formats import UNREAD_FORMAT, find_format

@@ -10,7 +10,8 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call, CallResult, Choice, json_constraint, number, strings
 from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_of
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
-from agl_slime.gateway.messages import Message, read_messages, system_text, text_of, text_of_uri
+from agl_slime.gateway.files import text_of_uri
+from agl_slime.gateway.messages import Message, read_messages, system_text, text_of
 from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse
 
 _IMPOSED = ("temperature", "top_p", "top_k")

@@ -24,7 +24,8 @@ import orjson
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
-from agl_slime.gateway.messages import check_results, marked_body
+from agl_slime.gateway.images import marked_body
+from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Histories, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import INLINE_PARSE_BYTES, json_value

@@ -3,23 +3,18 @@
 Clients change a history in small ways: contents as a string or as parts, white space at the end, re-serialized
 arguments of calls, reasoning left out. The keys ignore these. An answer is recognized by the ids of its tool calls
 first, which the gateway made and clients keep; then by its text.
-
-Files with text become text; images of any protocol become text parts with marks before a body is read.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from mimetypes import MimeTypes
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
-from agl_slime.agent.images import is_image, read_part
-from agl_slime.errors import GatewayRequestError, PromptError
-from agl_slime.tokens.images import MARK, Image, ImageSettings
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.files import FILE_KINDS, file_text
+from agl_slime.gateway.images import joined
 
 Message = dict[str, Any]
 
@@ -37,14 +32,6 @@ _PLACEHOLDERS |= {"[System: Empty message content sanitised to satisfy protocol]
 _END_OF_THINKING = "</think>"
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _UNREADABLE = re.compile(f"{HALF_A_CHARACTER.pattern}|NaN|Infinity")
-
-FILE_KINDS = frozenset(("file", "input_file"))
-"""Parts with a file, of chat completions and of responses."""
-_CHARSETS = frozenset(("charset=utf-8", "charset=us-ascii"))
-
-_MESSAGE_LISTS = ("messages", "input")
-_PART_LISTS = ("content", "output")
-_ROLES_WITH_IMAGES = (None, "user", "tool")
 
 
 def read_messages(messages: Any) -> list[Message]:
@@ -224,81 +211,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def file_text(part: Mapping[str, Any], param: str) -> str:
-    """The name and the text of a file. Raises ``GatewayRequestError``."""
-    file = part.get("file") if part["type"] == "file" else part
-    data = file.get("file_data") if isinstance(file, Mapping) else None
-    if not isinstance(file, Mapping) or not isinstance(data, str):
-        message = f"{param} has a part of type {part['type']!r} without file_data: send data:text/plain;base64,…"
-        raise GatewayRequestError(message, param=param)
-    name = file["filename"] if isinstance(file.get("filename"), str) else ""
-    if not data.startswith("data:"):
-        data = f"data:{MimeTypes().guess_type(name)[0] or 'unknown'};base64,{data}"
-    return "\n".join(filter(None, (name, text_of_uri(data, param))))
-
-
-def text_of_uri(uri: str, param: str) -> str:
-    """The text of a data URI of a media type text/…, in UTF-8. Raises ``GatewayRequestError``."""
-    head, _, content = uri.removeprefix("data:").partition(",")
-    media, *parameters = head.lower().replace(" ", "").split(";")
-    encoded = parameters[-1:] == ["base64"]
-    charsets = {parameter for parameter in parameters if parameter.startswith("charset=")}
-    if not media.startswith("text/") or not charsets <= _CHARSETS:
-        message = f"{param}: a file of media type {head.removesuffix(';base64')!r:.80} is not read; text in UTF-8 is"
-        raise GatewayRequestError(message, param=param)
-    try:
-        return (base64.b64decode(content, validate=True) if encoded else unquote_to_bytes(content)).decode()
-    except ValueError as error:
-        raise GatewayRequestError(f"{param}: a file is not text in UTF-8: {error}", param=param) from error
-
-
-async def marked_body(
-    raw: bytes, body: dict[str, Any], settings: ImageSettings
-) -> tuple[dict[str, Any], dict[str, Image]]:
-    """``body`` with marks for images, and the images by hash. Raises ``GatewayRequestError`` for an image beyond a
-    limit, naming the limit."""
-    images: dict[str, Image] = {}
-    if b"image" not in raw:
-        return body, images
-    for name in _MESSAGE_LISTS:
-        if isinstance(items := body.get(name), list):
-            marked = [await _marked(item, f"{name}[{n}]", images, settings) for n, item in enumerate(items)]
-            body = {**body, name: marked}
-    return body, images
-
-
-async def _marked(item: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
-    """A message, a part or a tool's result, with marks for images."""
-    if not isinstance(item, Mapping):
-        return item
-    for name in _PART_LISTS:
-        content = item.get(name)
-        if not isinstance(content, list):
-            continue
-        if any(map(is_image, content)) and item.get("role") not in _ROLES_WITH_IMAGES:
-            message = f"{param}.{name}: a message of role {item.get('role')!r:.40} shows an image"
-            raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=param)
-        marked = [await _marked_part(part, f"{param}.{name}[{n}]", images, settings) for n, part in enumerate(content)]
-        item = {**item, name: marked}
-    return item
-
-
-async def _marked_part(part: Any, param: str, images: dict[str, Image], settings: ImageSettings) -> Any:
-    if not is_image(part):
-        return await _marked(part, param, images, settings)  # Anthropic's tool results have parts
-    try:
-        image = await read_part(part, settings)
-    except PromptError as error:
-        raise GatewayRequestError(f"{param}: {error}", code="invalid_image", param=param) from error
-    images[image.sha] = image
-    if len(images) > settings.max_images:
-        message = f"{param}: the request shows more than max_images, {settings.max_images}"
-        raise GatewayRequestError(f"{message}: leave out some", code="invalid_image", param=param)
-    return {"type": "text", "text": image.mark}
-
-
-def joined(texts: list[str], join: str) -> str:
-    """The text parts of a content as one; parts around an image follow without a separator, as in templates."""
-    return ("" if any(MARK.fullmatch(text) for text in texts) else join).join(texts)

@@ -30,12 +30,13 @@ from agl_slime.gateway.attempt import MAX_REQUESTS, Attempt
 from agl_slime.gateway.bodies import Request
 from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.chat import ChatCompletions
-from agl_slime.gateway.completions import Completions, Generate, Tokenize
+from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
 from agl_slime.gateway.pending import PendingResponse
 from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.vllm import Generate, Tokenize
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body, whole_body

@@ -12,8 +12,8 @@ import pytest
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.loop.failures import Failures
+from agl_slime.loop.functions import adapt_step_function
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.loop.online import adapt_step_function
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.support.agl_types import LLM
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi
-from agl_slime.cli.models import check_model, find_model, model_digests
+from agl_slime.cli.models import check_model, find_model
 from agl_slime.cli.options import flag, split_env_flags
 from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError, EngineError, LoopError, format_exception
@@ -24,6 +24,7 @@ from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
 from agl_slime.report.files import RunDir, dump, make_directories, open_run_dir, read_object, redacted
 from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.terminal import PlainConsole, print_line
