@@ -45,43 +45,6 @@ def assembler(policy: GroupPolicy | None = None) -> GroupAssembler:
     return GroupAssembler(policy=policy or CompleteGroup())
 
 
-def test_a_group_is_finalized_with_its_last_member_and_each_counts_once() -> None:
-    groups = assembler()
-    groups.announce("g", size=2)
-    groups.announce("g", size=5)  # changes nothing
-    assert add(groups, member("a")) is None
-    assert groups.has_ended("a")
-    assert names(groups.waiting()) == ["a"]
-    result = finalized(groups, member("a", failure="timeout"), member("b"))
-    assert (result.ready, names(result.members)) == (True, ["a", "b"])
-    assert (len(groups), groups.waiting()) == (0, [])
-
-
-def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
-    groups = assembler(MinimumViableGroup(min_ratio=0.7))
-    groups.announce("g", size=4)
-    assert all(enlist(groups, "g", name) for name in "abcd")
-    result = finalized(groups, member("a"), member("b", failure="timeout"), member("c", failure="timeout"))
-    assert (result.ready, result.code) == (False, "floor_out_of_reach")
-    assert result.reason == "1 of 4 rollouts succeeded, 3 are needed (floor_out_of_reach)"
-    assert names(result.succeeded) == ["a"]
-    stragglers = [(member.rollout_id, member.outcome_if_failed) for member in result.members if member.straggler]
-    assert stragglers == [("d", Outcome.CANCELLED)]
-    assert add(groups, member("d")) is None
-    assert not enlist(groups, "g", "e")
-    assert len(groups) == 0
-
-
-@pytest.mark.parametrize("policy", [CompleteGroup(), MinimumViableGroup(min_ratio=1.0, drop_early=False)])
-def test_patient_group_with_failed_members_is_dropped_with_the_reason(policy: GroupPolicy) -> None:
-    groups = assembler(policy)
-    groups.announce("g", size=3)
-    result = finalized(groups, member("a"), member("b", failure="timeout"), member("c"))
-    assert (result.ready, result.code) == (False, "group_incomplete")
-    assert result.reason == policy.refuse(size=3, members=result.members)
-    assert groups.state()["early"] == []
-
-
 def test_late_group_is_finalized_with_its_members_at_the_timeout() -> None:
     now = [0.0]
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5, timeout_s=10), clock=lambda: now[0])
@@ -105,21 +68,10 @@ def test_late_group_is_finalized_with_its_members_at_the_timeout() -> None:
     assert len(groups) == 1
 
 
-def test_failed_members_are_retried_in_the_same_group_if_they_can_be() -> None:
+def test_a_failed_member_that_cannot_be_enqueued_again_ends_its_group() -> None:
     groups = assembler(RetryGroup(max_retries=2))
     groups.announce("g", size=2)
-    failed = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
-    assert add(groups, failed) is None
-    assert groups.take_requests() == [failed.request]
-    assert groups.take_requests() == []
-    assert enlist(groups, "g", "b")
-    assert enlist(groups, "g", "a2")
-    result = finalized(groups, member("a2"), member("b"))  # members are in the order of draw
-    assert result.ready
-    assert names(result.members) == ["b", "a2", "a"]
-    assert names(result.succeeded) == ["b", "a2"]
-    groups.announce("h", size=2)
-    result = finalized(groups, member("c", "h", failure="cancelled"))
+    result = finalized(groups, member("a", failure="cancelled"))
     assert (result.ready, result.code) == (False, "not_repeatable")
     assert groups.take_requests() == []
 
@@ -147,30 +99,11 @@ def test_a_pilot_is_dropped_if_its_rewards_are_equal(rewards: list[float | None]
     assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
 
-def test_filter_drops_groups_that_the_policy_would_train_on() -> None:
-    groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5), group_filter=zero_variance)
-    groups.announce("same", size=2)
-    same = finalized(groups, member("a", "same"), member("b", "same"))
-    assert (same.ready, same.code, same.reason) == (False, "zero_variance", "zero_variance")
-    groups.announce("differs", size=3)
-    worse = replace(member("d", "differs"), reward=0.0)
-    assert finalized(groups, member("c", "differs"), worse, member("e", "differs", failure="boom")).ready
-
-
 @pytest.mark.parametrize(
     ("rewards", "word"), [([1.0], None), ([], None), ([0.5, 0.5 + 1e-9], "zero_variance"), ([0.0, 1e-3], None)]
 )
 def test_one_reward_has_no_variance_to_miss(rewards: list[float], word: str | None) -> None:
     assert zero_variance([replace(member(str(n)), reward=reward) for n, reward in enumerate(rewards)]) == word
-
-
-@pytest.mark.parametrize("mode", ["val", "train"])
-def test_validation_groups_are_never_ready(mode: str) -> None:
-    """The announcement decides, not the mode of a member."""
-    groups = assembler()
-    groups.announce("v", size=1, mode="val")
-    result = finalized(groups, member("a", "v", mode=mode))
-    assert (result.ready, result.mode, result.reason) == (False, "val", "validation")
 
 
 def test_loss_forgets_unfinished_groups() -> None:
@@ -205,6 +138,7 @@ def test_every_group_is_finalized_once_and_every_rollout_is_in_its_result(sizes,
     named = {f"g{group}" for group in announced if group < len(sizes)}
     for group_id in named:
         groups.announce(group_id, size=sizes[int(group_id[1:])])
+        groups.announce(group_id, size=9)  # changes nothing
     for group_id, _, name in members:
         enlist(groups, group_id, name)
     reports = members + random.Random(seed).sample(members, k=len(members) // 2)

@@ -178,7 +178,7 @@ async def test_get_timeout_error_counts_rollouts_in_flight() -> None:
 
 async def test_validation_rollouts_are_scored_and_never_trained(running: Running) -> None:
     running.source.expect("v", size=1, mode="val")
-    ids = await enqueue(running.store, 1, group_id="v", mode="val")
+    ids = await enqueue(running.store, 1, group_id="v", mode="train")  # the announcement decides
     for mode in ("val", "test", "train"):
         ids += await enqueue(running.store, 1, mode=mode)
     await running.finish(ids, reward=0.75)

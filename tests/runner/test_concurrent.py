@@ -97,12 +97,7 @@ async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() 
         # a message that JSON cannot encode must not turn the failure into `no_reward`
         (lambda _: int("caf\ud800"), "ValueError", "caf"),
         (lambda _: "great", "bad_reward", "great"),
-        (lambda _: float("nan"), "bad_reward", "nan"),
-        (lambda _: float("inf"), "bad_reward", "inf"),
-        (lambda _: 10**400, "bad_reward", ""),
         (lambda _: {"reward": "1.0"}, "bad_reward", "The agent['reward'] returned '1.0'"),
-        (lambda _: {}, "bad_reward", "empty dict"),
-        (lambda _: np.array([1.0, 2.0]), "bad_reward", "not one number"),
         (lambda _: [0.5], "bad_reward", "The agent returned [0.5] of type list"),
     ],
 )
@@ -215,15 +210,6 @@ async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() ->
             spans = await spans_of(store, rollout)
             assert find_final_reward(spans) == rollout.input
             assert sum(span.name == "agentlightning.annotation" for span in spans) == 2
-
-
-@pytest.mark.parametrize(("hung", "free"), [(0, 2), (2, 2), (3, 1), (4, 0)])
-def test_hung_threads_beyond_the_places_take_places(hung: int, free: int) -> None:
-    runner = concurrent.ConcurrentRunner(settings=quick(max_sync_threads=2))
-    runner.init(SyncFnAgent(float))
-    runner.get_agent().threads._abandoned = range(hung)
-    assert runner._free_slots() == free
-    runner.teardown()
 
 
 def test_a_plan_is_read_and_written_or_refused_by_name() -> None:

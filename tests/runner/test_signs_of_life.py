@@ -8,7 +8,7 @@ import pytest
 
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward
-from tests.runner.function_agents import FnAgent, finished, reason_of, running, spans_of
+from tests.runner.function_agents import FnAgent, finished, running, spans_of
 
 
 class CountingStore(BridgeStore):
@@ -63,24 +63,3 @@ async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
         [rollout] = await finished(store, [0], unresponsive_seconds=1.2)
         assert rollout.status == "succeeded"
         assert len(store.writes) > 1
-
-
-async def test_a_store_that_does_not_answer_suspends_no_time_limit() -> None:
-    in_time, cancelled = list[bool](), threading.Event()
-
-    class HangingStore(BridgeStore):
-        async def add_many_spans(self, spans: Any) -> Any:
-            in_time.append(await asyncio.to_thread(cancelled.wait, 5))
-            return await super().add_many_spans(spans)
-
-    async def work(task: Any) -> None:
-        emit_reward(1.0)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
-    async with running(FnAgent(work), HangingStore(scan_debounce_seconds=60), flush_interval_s=0.02) as store:
-        [rollout] = await finished(store, [0], timeout_seconds=0.1)
-        assert (await reason_of(store, rollout))[0] == "timeout"
-    assert in_time == [True, True]  # while the agent ran, and at its end
