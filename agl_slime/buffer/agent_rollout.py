@@ -151,6 +151,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, settings: Agent
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     limit = getattr(args, "rollout_max_response_len", None)
     sampling = {name: getattr(args, f"rollout_{name}", None) for name in ("temperature", "top_p")}
+    seed = getattr(args, "rollout_seed", None)
     return {
         "num_process": int(getattr(args, "rollout_num_process", None) or 100),
         "num_epoch": int(getattr(args, "num_epoch", None) or 3),
@@ -162,6 +163,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, settings: Agent
         "sampling_params": {k: v for k, v in {"max_tokens": limit, **sampling}.items() if v is not None},
         "tokenizer_path": settings.hf_checkpoint,
         "skip_instance_ids": skip,
+        **({} if seed is None else {"seed": seed}),
         # no names are kept with slime's own buffer
         **({"trained_groups": groups[-_MOST_GROUP_NAMES:]} if groups or not skip else {}),
     }

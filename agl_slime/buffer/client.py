@@ -102,9 +102,9 @@ class BufferWriter:
         return [None] * len(bodies)
 
 
-def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row, int]]:
-    """``(row, epoch)`` for each item that a generator's ``payload`` requests: each instance ``num_repeat_per_sample``
-    times in each of ``num_epoch`` epochs, in an order that depends only on the epoch.
+def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row, int, int]]:
+    """``(row, epoch, member of the group)`` for each item that a generator's ``payload`` requests: each instance
+    ``num_repeat_per_sample`` times in each of ``num_epoch`` epochs, in an order that depends only on the epoch.
 
     An id in ``skip_instance_ids`` skips its instance once (given twice, it skips two epochs). ``partial_groups`` are
     incomplete groups in the buffer, as ``{"instance_id", "group_id", "items"}`` with the epoch as group id: only their
@@ -120,27 +120,27 @@ def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row,
             if skip[key] > 0:
                 skip[key] -= 1
                 continue
-            for _ in range(repeat - stored.pop(orjson.dumps([row["instance_id"], epoch]), 0)):
-                yield row, epoch
+            for member in range(stored.pop(orjson.dumps([row["instance_id"], epoch]), 0), repeat):
+                yield row, epoch, member
 
 
 async def write_items(
-    planned: Iterable[tuple[Row, int]],
-    make_item: Callable[[Row, int], Awaitable[Item]],
+    planned: Iterable[tuple[Row, int, int]],
+    make_item: Callable[[Row, int, int], Awaitable[Item]],
     *,
     url: str,
     token: str | None = None,
     limit: int,
 ) -> None:
-    """Make an item for each ``(row, epoch)`` and write it to the buffer, ``limit`` at a time; the first exception
-    cancels the rest and is raised.
+    """Make an item for each ``(row, epoch, member)`` and write it to the buffer, ``limit`` at a time; the first
+    exception cancels the rest and is raised.
 
     A rollout occupies its place until its item is stored: backpressure from a full buffer. An item that the buffer
     refuses is written as a failed one, so that its group need not wait for it.
     """
 
-    async def make_and_write(row: Row, epoch: int) -> None:
-        item = await make_item(row, epoch)
+    async def make_and_write(row: Row, epoch: int, member: int) -> None:
+        item = await make_item(row, epoch, member)
         try:
             await writer.write(item)
         except BufferRequestError as error:
@@ -153,8 +153,8 @@ async def write_items(
     running: set[asyncio.Task[None]] = set()
     async with BufferWriter(url=url, token=token) as writer:
         try:
-            for row, epoch in planned:
-                running.add(asyncio.create_task(make_and_write(row, epoch)))
+            for place in planned:
+                running.add(asyncio.create_task(make_and_write(*place)))
                 if len(running) >= limit:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     await asyncio.gather(*done)

@@ -168,7 +168,7 @@ class TaskCursor:
     def repeat(self, *, keep: Collection[str] = ()) -> None:
         """Draw the lost groups in flight again, under new ids: all but ``keep``."""
         lost = [group for name, group in self.in_flight.items() if name not in keep]
-        self._repeated.extend(replace(group, group_id=uuid.uuid4().hex) for group in lost)
+        self._repeated.extend(map(_renamed, lost))
         self.in_flight = {name: group for name, group in self.in_flight.items() if name in keep}
 
     def reconcile(self, stored: Collection[str]) -> None:
@@ -192,7 +192,7 @@ class TaskCursor:
     def state(self) -> dict[str, Any]:
         """The position, the groups in flight and the tasks to repeat, for JSON."""
         in_flight = {name: group.task for name, group in self.in_flight.items()}
-        repeated = [group.task for group in self._repeated]
+        repeated = {group.group_id: group.task for group in self._repeated}
         sampling = {"sampling": self.sampling_state()} if self._sampler is not None else {}
         return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": repeated, **sampling}
 
@@ -200,11 +200,17 @@ class TaskCursor:
         """Resume from ``state``; call ``repeat`` or ``reconcile`` next, as its groups in flight may be lost."""
         self._name = state.get("name", self._name)
         drawn, in_flight, repeated = state["drawn"], state["under_way"].items(), state["again"]
+        names = repeated.items() if isinstance(repeated, dict) else enumerate(repeated)  # a list in earlier versions
         self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
-        self._repeated.extend(TaskGroup(uuid.uuid4().hex, task) for task in repeated)
+        self._repeated.extend(_renamed(TaskGroup(str(name), task)) for name, task in names)
         if self._sampler is not None and "sampling" in state:
             self._restore_sampling(state["sampling"])
         self.skip_to(drawn)
+
+
+def _renamed(group: TaskGroup) -> TaskGroup:
+    """``group`` under a new id with the same end, its number, from which its rollouts have their seeds."""
+    return replace(group, group_id=f"{uuid.uuid4().hex}-{group.group_id.rpartition('-')[2]}")
 
 
 class ValidationTasks:

@@ -22,8 +22,12 @@ ANSWER = (*TOKENIZER.encode("4", add_special_tokens=False), TOKENIZER.eos_token_
 
 
 class Engine:
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
     async def generate(self, input_ids: Any, sampling: Any, **_: Any) -> Generation:
         assert sampling.max_new_tokens == 16
+        self.seeds.append(sampling.extra["sampling_seed"])
         return Generation(
             output_ids=ANSWER,
             log_probs=(-0.5,) * len(ANSWER),
@@ -52,13 +56,20 @@ async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens
     rows = [{"question": "2+2?", "label": "4"}, {"question": "bad?"}, {"question": "3+2?", "prompt": "plain text"}]
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
-        data: dict[str, Any] = {"remote_engine_url": "http://127.0.0.1:9", "remote_buffer_url": server.url}
-        data |= {"input_file": str(path), "num_repeat_per_sample": "2", "num_process": 3}
-        data |= {"sampling_params": {"max_tokens": 16}}
-        await agl_generator.run_agent(Asker(tokenizer=TOKENIZER, client=Engine()), data)
-        items = await client.read()
-        _, stats = await client.get("/stats")
+    data: dict[str, Any] = {"remote_engine_url": "http://127.0.0.1:9", "input_file": str(path), "num_process": 3}
+    data |= {"num_repeat_per_sample": "2", "sampling_params": {"max_tokens": 16}}
+    seeds = []
+    for seed in (1, 1, 2):
+        engine = Engine()
+        async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+            asker = Asker(tokenizer=TOKENIZER, client=engine)
+            await agl_generator.run_agent(asker, {**data, "remote_buffer_url": server.url, "seed": seed})
+            items = await client.read()
+            _, stats = await client.get("/stats")
+        seeds.append({*engine.seeds})
+    assert seeds[0] == seeds[1]
+    assert len(seeds[0]) == 6
+    assert not seeds[0] & seeds[2]
     assert Counter((entry["instance_id"], entry["raw_reward"]) for entry in items) == {(0, 1.0): 2, (2, 0.0): 2}
     assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
     assert stats["items"]["opened"] == 6

@@ -200,27 +200,27 @@ async def test_writes_wait_for_a_buffer_that_is_away_up_to_give_up_s(tmp_path):
             assert server.buffer.store.held_items == 1
 
 
-async def test_only_missing_items_are_generated(tmp_path):
-    async with (
-        chat_engine(adds) as engine,
-        BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
-        Client(server.url) as client,
-    ):
-        partial = [{"instance_id": "math_1", "group_id": 0, "items": 3}]
-        generator = base_generator.BaseGenerator(
-            engine.url,
-            server.url,
-            num_repeat_per_sample=4,
-            num_repeats=2,
-            skip_instance_ids=["math_0", "math_0"],
-            partial_groups=partial,
-        )
-        reward = base_generator.get_rule_based_math_reward
-        await generator.run(write_problems(tmp_path), base_generator.query_single_turn, reward)
-        body = Counter(body["messages"][0]["content"] for body in engine.requests)
-        assert body == {"1 + 1?": 1 + 4, "2 + 1?": 8}
-        _, stats = await client.get("/stats")
-        assert stats["items"]["opened"] == 13
+async def test_only_missing_items_are_generated_and_have_the_seeds_of_a_whole_run(tmp_path):
+    partial = [{"instance_id": "math_1", "group_id": 0, "items": 3}]
+    missing = {"skip_instance_ids": ["math_0", "math_0"], "partial_groups": partial}
+    requests = []
+    for planned in (missing, {}, {"seed": 1}):
+        async with (
+            chat_engine(adds) as engine,
+            BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
+            Client(server.url) as client,
+        ):
+            sizes: Any = {"num_repeat_per_sample": 4, "num_repeats": 2, **planned}
+            generator = base_generator.BaseGenerator(engine.url, server.url, **sizes)
+            reward = base_generator.get_rule_based_math_reward
+            await generator.run(write_problems(tmp_path), base_generator.query_single_turn, reward)
+            _, stats = await client.get("/stats")
+            assert stats["items"]["opened"] == len(engine.requests)
+        requests.append({(body["messages"][0]["content"], body["seed"]) for body in engine.requests})
+    assert Counter(content for content, _ in requests[0]) == {"1 + 1?": 1 + 4, "2 + 1?": 8}
+    assert requests[0] < requests[1]
+    assert len(requests[1]) == len(requests[2]) == 24
+    assert not requests[1] & requests[2]
 
 
 async def test_the_recorder_gives_the_embedded_engine_chat_completions(tmp_path, embedded_engine, policy_dir):

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
 from agl_slime.support.agl import LitAgent
+from tests.gateway.protocols import CHATS, body_of
 from tests.harness.engine_faults import GARBAGE_JSON, UNCHANGED, Abort, Drip, Edited, Fault, NewVersion, Stall, Status
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 from tests.harness.scripted_engine import QUICK
@@ -74,16 +76,21 @@ def test_an_engine_that_stays_broken_stops_the_run_with_the_reason(fault: Fault,
     assert case.trainer.batches == []
 
 
-class CarelessAgent(LitAgent[Any]):
-    """Asks by HTTP, and has a reward whatever the answer."""
+class AskingAgent(LitAgent[Any]):
+    """Asks by HTTP, and has a reward for any answer, where it is ``careless`` also for an error."""
+
+    def __init__(self, path: str = "chat/completions", *, careless: bool = False) -> None:
+        super().__init__()
+        self._path, self._careless = path, careless
 
     async def training_rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        body = {"messages": [{"role": "user", "content": task["prompt"]}]}
-        url = f"{resources['main_llm'].endpoint}/chat/completions"
+        body = body_of(self._path, [{"role": "user", "content": task["prompt"]}])
+        url = f"{resources['main_llm'].endpoint}/{self._path}"
         async with aiohttp.ClientSession() as http, http.post(re.sub(r"/k/[^/]+", "", url), json=body) as refused:
             assert refused.status == 401  # without its key
             async with http.post(url, json=body) as answer:
                 await answer.read()
+                assert answer.ok or self._careless
         return 1.0
 
 
@@ -112,7 +119,7 @@ def outside_of_the_vocabulary(body: dict[str, Any], meta: dict[str, Any]) -> Non
 @pytest.mark.parametrize("through_gateway", [False, True], ids=["client", "gateway"])
 def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(through_gateway, tmp_path, caplog):
     small_tokenizer(TEMPLATE).save_pretrained(tmp_path)
-    agent = CarelessAgent() if through_gateway else HelloAgent()
+    agent = AskingAgent(careless=True) if through_gateway else HelloAgent()
     with hello_engine(weight_version="0") as engine:
         for false in (told_twice, by_version_0, outside_of_the_vocabulary, not_a_number):
             engine.script("/generate", UNCHANGED, UNCHANGED, Edited(false), Edited(with_versions_of_more_tokens))
@@ -135,14 +142,18 @@ def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(through_gat
     assert [text.count("version 0, and version 1 was pushed before") for text in warned] == [1]
 
 
-def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them() -> None:
-    """The seed of a request follows from the run's seed, the task, the member, the attempt and the turn."""
-    group: Any = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "max_attempts": 2}
+@pytest.mark.parametrize("path", ["", "completions", *CHATS])
+def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them(path: str, tmp_path: Path) -> None:
+    """The seed of a request follows from the run's seed, the task, the member, the attempt and the turn; also of what
+    an agent asks the gateway for."""
+    small_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    group: Any = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "max_attempts": 2, "model": str(tmp_path)}
     answers, seeds = [], []
     for seed in (0, 0, 1):
         with hello_engine(deterministic=True) as engine:
             engine.script("/generate", Status(400, "refused"))  # the second attempt of a rollout
-            with LoopCase(agent=HelloAgent(), url=engine.url, seed=seed, tasks=TASKS[:1], **group) as case:
+            agent = AskingAgent(path) if path else HelloAgent()
+            with LoopCase(agent=agent, url=engine.url, seed=seed, tasks=TASKS[:1], **group) as case:
                 case.loop.run()
         [[samples]] = case.trainer.batches
         answers.append({tuple(sample.tokens[-sample.response_length :]) for sample in samples})

@@ -71,6 +71,8 @@ def test_a_restored_cursor_draws_no_group_that_the_store_has() -> None:
     groups = second.take(4)
     assert [group.task for group in groups] == [tasks[name] for name in (lost, later[0], later[2], later[4])]
     assert not {group.group_id for group in groups[:3]} & {*tasks}  # late reports are of the old groups
+    numbers = [group.group_id.rpartition("-")[2] for group in groups]
+    assert numbers == ["0", "2", "4", "6"]  # their rollouts' seeds are the same
 
 
 @pytest.mark.parametrize("call", [lambda cursor: cursor.take(4), lambda cursor: cursor.skip_to(4)])

@@ -53,16 +53,19 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
         {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
     )
     limits: dict[str, Any] = {"timeout_s": float(data.get("rollout_timeout", 1800.0)), "resources_id": None}
+    limits["seed"] = data.get("seed", 0)
 
     async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
         rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="train", **limits))
         runner.wake()
         return rollouts
 
-    async def make_item(row: Row, epoch: int) -> Item:
-        group, health = TaskGroup(uuid.uuid4().hex, dict(row)), HealthCheck(source.raise_if_dead)
-        [member] = [member async for member in run_rollouts(source, [group], enqueue, health=health)]
-        return item_of_member(member, row, epoch)
+    async def make_item(row: Row, epoch: int, member: int) -> Item:
+        # a group of one; the end of its name decides the seed of its sampling
+        group = TaskGroup(f"{uuid.uuid4().hex}-{row['instance_id']}/{epoch}/{member}", dict(row))
+        ended = run_rollouts(source, [group], enqueue, health=HealthCheck(source.raise_if_dead))
+        [result] = [result async for result in ended]
+        return item_of_member(result, row, epoch)
 
     running = RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency))
     with GroupSource(store=store) as source, running as runner:

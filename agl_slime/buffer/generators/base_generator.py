@@ -16,6 +16,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ _PAUSE_S = 0.5
 
 Message = dict[str, Any]
 
+# Of an item: the same draws of seeds in each run.
+_draws: ContextVar[Any] = ContextVar("draws", default=random)
+
 
 async def query_single_turn(
     client: Any, messages: Sequence[Message], sampling_params: Mapping[str, Any], tools: Any = None
@@ -49,10 +53,10 @@ async def query_single_turn(
     conversation = [dict(message) for message in messages]
     history = conversation[:-1] if conversation and conversation[-1]["role"] == "assistant" else conversation
     text, used = "", 0
-    limit = sampling_params.get("max_tokens")
+    limit, seed = sampling_params.get("max_tokens"), _draws.get().randrange(1, 10_000_000)
     for attempt in range(_ATTEMPTS):
         request: dict[str, Any] = {**sampling_params, "messages": conversation, "model": "custom", "stream": False}
-        request["seed"] = random.randrange(1, 10_000_000)
+        request["seed"] = seed
         if tools:
             request["tools"] = tools
         if text:
@@ -106,11 +110,12 @@ class BaseGenerator:
         partial_groups: Iterable[Mapping[str, Any]] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
         buffer_token: str | None = None,
+        seed: int = 0,
     ) -> None:
         url = remote_engine_url.rstrip("/")
         self._engine_url = url if "/v1" in url else f"{url}/v1"
         self._buffer_url = remote_buffer_url
-        self._buffer_token = buffer_token
+        self._buffer_token, self._seed = buffer_token, seed
         self._concurrency, self._repeats = max(1, num_process), num_repeats
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         self._sampling = {**SAMPLING_PARAMS, **limit, **(sampling_params or {})}
@@ -133,7 +138,8 @@ class BaseGenerator:
         async def call(function: Callable[..., Any], *args: Any) -> Any:
             return await (function(*args) if inspect.iscoroutinefunction(function) else pool.run(function, *args))
 
-        async def make_item(row: Row, epoch: int) -> Item:
+        async def make_item(row: Row, epoch: int, member: int) -> Item:
+            _draws.set(random.Random(f"{self._seed}/{row['instance_id']}/{epoch}/{member}"))
             uid = uuid.uuid4().hex
             try:
                 result = await call(rollout_func, client, copy.deepcopy(row["prompt"]), dict(self._sampling))
@@ -177,6 +183,7 @@ def run_rollout(data: dict[str, Any]) -> None:
         partial_groups=data.get("partial_groups"),
         max_tokens=int(data["max_tokens"]) if "max_tokens" in data else None,
         sampling_params=data.get("sampling_params"),
+        seed=data.get("seed", 0),
     )
     generator.entry(data["input_file"], query_single_turn, get_rule_based_math_reward, int(data.get("num_epoch", 1)))
 

@@ -45,7 +45,7 @@ async def run_rollout(
     if not evaluation:
         sampling |= replay_sampling(args)
     rollouts = _rollouts_for(args, evaluation=evaluation)
-    member = await rollouts.run(task, sampling, mode="val" if evaluation else "train")
+    member = await rollouts.run(task, sampling, mode="val" if evaluation else "train", number=sample.index)
     if not member.ok:
         return _failed(sample, member)
     samples = await run_in_thread(with_train_inputs, with_tensors(member.samples), rollouts.tokenizer)
@@ -91,11 +91,17 @@ class SingleRollouts:
         connection.start()
 
     async def run(
-        self, task: dict[str, Any], sampling: Mapping[str, Any], *, mode: Literal["train", "val"]
+        self,
+        task: dict[str, Any],
+        sampling: Mapping[str, Any],
+        *,
+        mode: Literal["train", "val"],
+        number: int | None,
     ) -> MemberResult:
-        """The result of one rollout, which a cancellation cancels in the store."""
+        """The result of one rollout, which a cancellation cancels in the store. ``number`` decides its seed."""
         enqueue = partial(self._connection.enqueue, size=1, mode=mode, sampling=sampling)
-        group, health = TaskGroup(uuid.uuid4().hex, task), HealthCheck(self._source.raise_if_dead)
+        name = uuid.uuid4().hex if number is None else f"{uuid.uuid4().hex}-{number}"
+        group, health = TaskGroup(name, task), HealthCheck(self._source.raise_if_dead)
         [member] = [member async for member in run_rollouts(self._source, [group], enqueue, health=health)]
         return member
 
