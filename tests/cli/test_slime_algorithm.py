@@ -1,10 +1,8 @@
 """``SlimeAlgorithm`` as Agent Lightning's users write it: their Trainer, their runners and store; the local trainer in
 slime's place."""
 
-import http.server
 import json
 import random
-import threading
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +14,7 @@ from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_export_misses_store
+from tests.harness.servers import Handler, served_by
 from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
@@ -108,24 +107,18 @@ def test_spans_go_to_the_store_or_the_address_in_the_environment(monkeypatch: py
 
     paths: list[str] = []
 
-    class Collector(http.server.BaseHTTPRequestHandler):
+    class Collector(Handler):
         def do_POST(self) -> None:
             paths.append(self.path)
-            self.send_response(200)
-            self.end_headers()
+            self.answer()
 
-        def log_message(self, *_: Any) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        url = f"http://127.0.0.1:{collector.server_port}"
+    with served_by(Collector) as url:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/default")
-        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
         exporter = LightningStoreOTLPExporter()
         exporter.enable_store_otlp(f"{url}/store", "ro", "at")
         span = TracerProvider().get_tracer("t").start_span("s")
         span.end()
         exporter.export([span])  # type: ignore[list-item]
-        collector.shutdown()
     assert paths == ["/default" if otlp_export_misses_store() else "/store"]
 
 

@@ -3,10 +3,8 @@
 import gzip
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from agl_slime.report.otlp import OtlpWriter
 from agl_slime.report.trackers import MlflowWriter, WandbWriter, need_trackers
 from agl_slime.support.net import free_port
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
+from tests.harness.servers import Handler, served_by
 
 
 @contextmanager
@@ -28,27 +27,16 @@ def receiver() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
     """A collector's address, and the requests that it accepted."""
     requests: list[ExportTraceServiceRequest] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Collector(Handler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             body = gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body
             assert self.path == "/v1/traces"
             requests.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer()
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with served_by(Collector) as url:
+        yield url, requests
 
 
 def values(attributes: Any) -> dict[str, Any]:
