@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.agent.access import limits_of
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 # Time of a cancelled agent to clean up before it is abandoned.
 _CANCEL_GRACE_S = 2.0
-# Agents whose first step blocks the loop for longer are started one at a time.
-_LONG_STEP_S = 0.005
 
 
 class GuardedAgent:
@@ -55,7 +54,6 @@ class GuardedAgent:
         self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
         self._cancelled_early: set[str] = set()  # cancelled before their agents have started
         self._start_lock = asyncio.Lock()
-        self._first_step_s = math.inf  # duration in the last start that was measured
         self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,10 +93,10 @@ class GuardedAgent:
             async with self._with_gateway(resources, rollout) as resources:
                 agent, args = self._agent, (task, resources, rollout)
                 if agent.is_async():
-                    work = getattr(agent, f"{method}_async")(*args)
+                    call = partial(getattr(agent, f"{method}_async"), *args)
                 else:
-                    work = self.threads.run(getattr(agent, method), *args)
-                result = read_result(await self._with_time_limit(work, rollout))
+                    call = partial(self.threads.run, getattr(agent, method), *args)
+                result = read_result(await self._with_time_limit(call, rollout))
         except Exception as error:
             reason = error.reason if isinstance(error, RolloutError) else type(error).__name__
             emit_exception(error, {FAILURE_REASON: reason})
@@ -131,11 +129,11 @@ class GuardedAgent:
         if attempt is not None and attempt.failure is not None:
             raise attempt.failure
 
-    async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
+    async def _with_time_limit(self, call: Callable[[], Coroutine[Any, Any, Any]], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
         cancel = asyncio.get_running_loop().create_future()
         self._running[rollout.rollout_id] = cancel
-        inner = await self._start(work)
+        inner = asyncio.ensure_future(call() if self._gateway is None else self._in_turn(call))
         try:
             await self._wait(inner, cancel, limit, rollout)
             if not inner.done():
@@ -156,26 +154,12 @@ class GuardedAgent:
             if self._running.get(rollout.rollout_id) is cancel:
                 del self._running[rollout.rollout_id]
 
-    async def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        """Start the agent's task. Agents behind the gateway whose first step is long (they make a client) start one
-        after the other: many such steps in a row would block the loop for longer than connections may take."""
-        if self._gateway is None or self._first_step_s < _LONG_STEP_S:
-            return asyncio.ensure_future(work)
-        try:
-            await self._start_lock.acquire()
-        except asyncio.CancelledError:
-            work.close()
-            raise
-        try:
-            loop = asyncio.get_running_loop()
-            began, ended = loop.create_future(), loop.create_future()
-            loop.call_soon(lambda: began.set_result(time.perf_counter()))
-            inner = asyncio.ensure_future(work)
-            loop.call_soon(lambda: ended.cancelled() or ended.set_result(time.perf_counter()))
-            self._first_step_s = await ended - began.result()
-            return inner
-        finally:
-            self._start_lock.release()
+    async def _in_turn(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run the agent, whose first step may be long (it makes a client), after those that came before it: many such
+        steps in a row would block the loop for longer than connections may take."""
+        async with self._start_lock:
+            await asyncio.sleep(0)  # others of the loop run between two starts
+        return await call()
 
     async def _wait(
         self, inner: asyncio.Future[Any], cancel: asyncio.Future[None], limit_s: float, rollout: Rollout
