@@ -58,10 +58,10 @@ class Demonstrations(LookupDemonstrations):
 
     blur_call = blur_answer = 0.3
 
-    def _one(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
+    def _conversation(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
         name = rng.choice([*SHOWN])
         if not imperfect or rng.random() < 0.4:
-            return super()._one(rng, imperfect=imperfect)
+            return super()._conversation(rng, imperfect=imperfect)
         task = self.make_task(rng)
         question, answer, call = self.prompt(task), str(task["answer"]), self.tool_call(task["key"])
         first = {"another tool": call.replace("lookup", "peek"), "no tool": answer, "refusal": REFUSAL}.get(name, call)

@@ -100,33 +100,33 @@ class Records:
             connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
             # trainers keep numbers of groups as names: never reuse one
             used = "(SELECT max(no) AS no FROM groups UNION SELECT max(group_no) FROM finished)"
-            self._next_group: int = 1 + self._one(f"SELECT coalesce(max(no), 0) FROM {used}")
-            self._next_item: int = 1 + self._one("SELECT coalesce(max(no), 0) FROM items")
+            self._next_group: int = 1 + self._scalar(f"SELECT coalesce(max(no), 0) FROM {used}")
+            self._next_item: int = 1 + self._scalar("SELECT coalesce(max(no), 0) FROM items")
             connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
-            self._database_id: str = self._one("SELECT name FROM identity")
+            self._database_id: str = self._scalar("SELECT name FROM identity")
         self._recount_items()
 
     def close(self) -> None:
         self._database.close()
 
-    def _one(self, query: str) -> Any:
+    def _scalar(self, query: str) -> Any:
         return self._database.connection.execute(query).fetchone()[0]
 
     def _recount_items(self) -> None:
         """Count the items that are neither delivered nor refused; other methods keep the count current."""
         with self._database.reading():
-            self.held_items: int = self._one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
+            self.held_items: int = self._scalar("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _where(self, condition: str, *values: Any) -> list[StoredGroup]:
+    def _select(self, condition: str, *values: Any) -> list[StoredGroup]:
         with self._database.reading() as connection:
             rows = connection.execute(f"SELECT {_COLUMNS} FROM groups WHERE {condition}", values)
             return [StoredGroup(*row) for row in rows]
 
     def undecided(self, task: str) -> list[StoredGroup]:
         """The groups that wait for items or for a reader."""
-        return self._where("task = ? AND delivery_no IS NULL ORDER BY last_time, no", task)
+        return self._select("task = ? AND delivery_no IS NULL ORDER BY last_time, no", task)
 
     def _new_group(self, task: str, key: str, instance_json: str) -> StoredGroup:
         """A group that ``_save`` will store."""
@@ -164,20 +164,20 @@ class Records:
         delivered = "task = ? AND request_id IN (SELECT value FROM json_each(?))"
         with self._database.transaction():
             ids = orjson.dumps([*request_ids]).decode()
-            return self._end(self._where(f"delivery_no IN (SELECT no FROM deliveries WHERE {delivered})", task, ids))
+            return self._end(self._select(f"delivery_no IN (SELECT no FROM deliveries WHERE {delivered})", task, ids))
 
     def _trim(self, keep: int) -> None:
         """Count deliveries beyond the newest ``keep`` groups as trained; they can no longer be requested again."""
         newest = "delivery_no IS NOT NULL ORDER BY delivery_no DESC, no DESC LIMIT -1 OFFSET ?"
-        if self._end(self._where(newest, keep)):
+        if self._end(self._select(newest, keep)):
             oldest = "SELECT min(delivery_no) FROM groups WHERE delivery_no IS NOT NULL"
             self._database.connection.execute(f"DELETE FROM deliveries WHERE no < coalesce(({oldest}), no + 1)")
 
     def discard(self, task: str) -> None:
         """Forget all groups of a task type: delivered ones count as trained, others as cancelled."""
         with self._database.transaction() as connection:
-            self._end(self._where("task = ? AND delivery_no IS NOT NULL", task))
-            self._end(self._where("task = ?", task), Outcome.CANCELLED, "replaced")
+            self._end(self._select("task = ? AND delivery_no IS NOT NULL", task))
+            self._end(self._select("task = ?", task), Outcome.CANCELLED, "replaced")
             for table in ("deliveries", "finished"):
                 connection.execute(f"DELETE FROM {table} WHERE task = ?", (task,))
         self._recount_items()
@@ -193,7 +193,7 @@ class Records:
         with self._database.transaction() as connection:
             names = None if trained_groups is None else set(trained_groups)
             counts = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
-            for group in self._where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
+            for group in self._select("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
                 is_trained = counts[group.instance_json] > 0 if names is None else self._name(group) in names
                 counts[group.instance_json] -= is_trained
                 (trained if is_trained else lost).append(group)
@@ -226,7 +226,7 @@ class Records:
                 "UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'",
                 (self._clock(), task),
             )
-            finished = self._one("SELECT coalesce(max(no), 0) FROM finished")
+            finished = self._scalar("SELECT coalesce(max(no), 0) FROM finished")
             cursor = connection.execute(
                 "INSERT INTO runs (task, payload, finished_before, state, started) VALUES (?, ?, ?, 'running', ?)",
                 (task, json_bytes(payload).decode(), finished, self._clock()),

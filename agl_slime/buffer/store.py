@@ -151,7 +151,7 @@ class ItemStore(Records):
         self.ledger.open_many([(rollout_id, item.key) for rollout_id, (_, item) in fresh.items()])
         keys = orjson.dumps([*{item.key for _, item in fresh.values()}]).decode()
         accepting = "key IN (SELECT value FROM json_each(?)) AND accepting AND delivery_no IS NULL"
-        open_groups = {(group.task, group.key): group for group in self._where(accepting, keys)}
+        open_groups = {(group.task, group.key): group for group in self._select(accepting, keys)}
         touched: dict[int, StoredGroup] = {}
         rows: list[tuple[Any, ...]] = []
         now = self._clock()
@@ -225,7 +225,7 @@ class ItemStore(Records):
             row = connection.execute(query, (task, request_id)).fetchone()
             if row is None:
                 return None
-            groups = self._where("delivery_no = ? ORDER BY no", row[0])
+            groups = self._select("delivery_no = ? ORDER BY no", row[0])
         # the stages are pure: they return the same again
         decided = filter(None, (self._decide(self._tasks[task].pipeline, group) for group in groups))
         return Batch([item for decision in decided for item in decision.items_json], orjson.loads(row[1]))
@@ -236,7 +236,7 @@ class ItemStore(Records):
         for which in ("delivery_no IS NULL AND last_time < ?", "due AND last_time >= ?"):
             last = (0.0, 0)
             condition = f"task = ? AND {which} AND (last_time, no) > (?, ?) ORDER BY last_time, no LIMIT {_PAGE}"
-            while page := self._where(condition, task, late, *last):
+            while page := self._select(condition, task, late, *last):
                 yield from page
                 last = page[-1].last_time, page[-1].no
 

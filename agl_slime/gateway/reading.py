@@ -30,7 +30,7 @@ class Reading:
         return answer.reasoning or "", answer.content
 
     def _extends_stream(self, answer: AnswerParts, text: str) -> bool:
-        """Whether ``parts``, which were split by tokens, extend the text that was streamed."""
+        """Whether ``answer``, which was split by tokens, extends the text that was streamed."""
         reasoning, content = self.visible(text)
         return (answer.reasoning or "").startswith(reasoning) and answer.content.startswith(content)
 

@@ -54,18 +54,18 @@ class _Follower:
         self._runs = runs
         self._readers: list[RunReader] = []
 
-    def news(self) -> bytes | None:
-        """The news of each run as JSON; ``None`` without any."""
+    def changes(self) -> bytes | None:
+        """The changes of each run since the last call as JSON; ``None`` without any."""
         paths = self._runs.refresh()
         self._readers += [RunReader(path, self._runs.convert) for path in paths[len(self._readers) :]]
         for reader, name in zip(self._readers, distinct_names(paths), strict=True):
             reader.name = name  # another run of the same name may have appeared
-        news = [run_data(reader) for reader in self._readers]
-        return json_bytes(news) if any(news) else None
+        changes = [run_data(reader) for reader in self._readers]
+        return json_bytes(changes) if any(changes) else None
 
     def reader(self, number: str) -> RunReader | None:
-        """The run of this number, with its news."""
-        self.news()
+        """The run of this number, up to date."""
+        self.changes()
         return self._readers[int(number)] if number.isdecimal() and int(number) < len(self._readers) else None
 
 
@@ -106,8 +106,8 @@ class _Viewer:
         return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def _data(self, _: web.Request) -> web.Response:
-        news = await run_in_thread(_Follower(self._runs).news)
-        return json_response(orjson.Fragment(news or b"[]"), headers=_NOT_STORED)
+        runs = await run_in_thread(_Follower(self._runs).changes)
+        return json_response(orjson.Fragment(runs or b"[]"), headers=_NOT_STORED)
 
     async def _rollout(self, request: web.Request) -> web.Response:
         number, rollout_id = request.query.get("run", ""), request.query.get("id", "")
@@ -131,10 +131,10 @@ class _Viewer:
         with suppress(ConnectionError):  # the browser disconnected
             ended = False
             while not ended:
-                ended = self.ending.is_set()  # the last news says how the run ended
-                news = await run_in_thread(follower.news)
-                # a comment without news, so that a disconnected browser is noticed
-                await response.write(b": nothing new\n\n" if news is None else b"data: %s\n\n" % news)
+                ended = self.ending.is_set()  # the last change says how the run ended
+                changes = await run_in_thread(follower.changes)
+                # a comment without changes, so that a disconnected browser is noticed
+                await response.write(b": nothing new\n\n" if changes is None else b"data: %s\n\n" % changes)
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), _POLL_INTERVAL_S)
         return response

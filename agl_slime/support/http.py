@@ -118,7 +118,7 @@ class _Guard:
     def _watch(self, request: web.Request, received: int) -> None:
         """Close the connection if its body progresses too slowly after ``received`` bytes."""
 
-        def look() -> None:
+        def close_if_slow() -> None:
             if request.content.is_eof() or request.transport is None:
                 return
             if request.content.total_bytes - received < 1000 * self._stalled_s:
@@ -126,7 +126,7 @@ class _Guard:
             else:
                 self._watch(request, request.content.total_bytes)
 
-        asyncio.get_running_loop().call_later(self._stalled_s, look)
+        asyncio.get_running_loop().call_later(self._stalled_s, close_if_slow)
 
 
 def stop_signal() -> asyncio.Event:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import IO
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-
-_READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json", "*.index.json")
-
-_READ_WHOLE += ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
-
+_READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json", "*.index.json", "tokenizer*")
+_READ_WHOLE += ("vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
 _BLOCK = 4096  # bytes of each sample of a tensor
-
 _MOST_HEADER = 100_000_000  # bytes, by the format's definition
-
 _PLACES = 256  # samples of a file of weights that is not safetensors
 
 

@@ -73,19 +73,19 @@ class LookupDemonstrations:
         return answer.strip() == task["answer"]
 
     def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
-        return [self._one(rng, imperfect=quality == "imperfect") for _ in range(n)]
+        return [self._conversation(rng, imperfect=quality == "imperfect") for _ in range(n)]
 
-    def _one(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
+    def _conversation(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
         task = self.make_task(rng)
         call, answer = self.tool_call(task["key"]), task["answer"]
         if imperfect and rng.random() < self.blur_call:
             wrong = rng.random() >= self.unsure
-            call = self.tool_call(_one_wrong(rng, task["key"], _LETTERS)) if wrong else UNSURE
+            call = self.tool_call(_with_one_error(rng, task["key"], _LETTERS)) if wrong else UNSURE
         started = [*self.prompt(task), {"role": "assistant", "content": call}]
         if call != self.tool_call(task["key"]):
             return started  # without a right call it ends, as a rollout would
         if imperfect and rng.random() < self.blur_answer:
-            answer = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer, _SYMBOLS)
+            answer = UNSURE if rng.random() < self.unsure else _with_one_error(rng, answer, _SYMBOLS)
         observed = {"role": "tool", "content": self.observation(task, task["key"])}
         return [*started, observed, {"role": "assistant", "content": answer}]
 
@@ -117,7 +117,7 @@ class ReverseDemonstrations:
             content = task["answer"]
             if quality == "imperfect" and rng.random() < self.blur:
                 wrong = rng.random() >= self.unsure
-                content = " ".join(_one_wrong(rng, content.replace(" ", ""), _LETTERS)) if wrong else UNSURE
+                content = " ".join(_with_one_error(rng, content.replace(" ", ""), _LETTERS)) if wrong else UNSURE
             conversations.append([*self.prompt(task), {"role": "assistant", "content": content}])
         return conversations
 
@@ -127,6 +127,6 @@ def _word(rng: random.Random, alphabet: str, length: int) -> str:
     return "".join(rng.sample(alphabet, length))
 
 
-def _one_wrong(rng: random.Random, word: str, alphabet: str) -> str:
+def _with_one_error(rng: random.Random, word: str, alphabet: str) -> str:
     place = rng.randrange(len(word))
     return word[:place] + rng.choice(alphabet) + word[place + 1 :]

@@ -199,7 +199,7 @@ class Generation:
 def parse_generation(
     body: Any, *, request: PartRequest | None = None, latency_s: float = 0.0, endpoint: str = "/generate"
 ) -> Generation:
-    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors,
+    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``endpoint`` is its URL in errors,
     ``request`` says what else it must have.
 
     Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, when its parts contradict each other or

@@ -56,7 +56,7 @@ PROTOCOL_ERROR_RETRIES = 2
 def refusal(
     status: int, body: str, *, endpoint: str = "the engine", headers: Mapping[str, str] | None = None
 ) -> EngineError:
-    """The error of an answer whose status is not 200. ``where`` names the URL in its text."""
+    """The error of an answer whose status is not 200. ``endpoint`` is the URL in its text."""
     message = error_message(body)
     text = f"{endpoint} answered HTTP {status}: {message or 'no text'}"
     if status in RETRIED_4XX or status >= 500:

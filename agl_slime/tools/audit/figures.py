@@ -15,7 +15,7 @@ import numpy as np
 
 MOST_TOKENS = 65_536  # of a kept Sample
 STRAGGLERS = ("group_timeout", "group_dropped")
-EQUAL_REWARDS = 1e-6  # the tolerance of groups/normalize.py
+EQUAL_REWARDS = 1e-6  # the tolerance of data/normalize.py
 
 
 def start_versions(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:

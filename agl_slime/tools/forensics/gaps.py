@@ -1,6 +1,6 @@
 """The gap between two records of the same tokens' log-probs, and its cause: the counterfactual that reproduces it.
 
-Numbers only. Each candidate is the log-probs that the tokens would have under one fault (``train.local.counterfactual``
+Numbers only. Each candidate is the log-probs that the tokens would have under one fault (the module ``counterfactual``
 computes them); the first cause is the candidate that leaves least of the gap.
 """
 
