@@ -155,8 +155,8 @@ class GuardedAgent:
                 del self._running[rollout.rollout_id]
 
     async def _in_turn(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run the agent, whose first step may be long (it makes a client), after those that came before it: many such
-        steps in a row would block the loop for longer than connections may take."""
+        """Run the agent, whose first step may be long (it makes a client), after the earlier ones: many such steps in a
+        row would block the loop for longer than connections may take."""
         async with self._start_lock:
             await asyncio.sleep(0)  # others of the loop run between two starts
         return await call()

@@ -200,7 +200,7 @@ async def test_writes_wait_for_a_buffer_that_is_away_up_to_give_up_s(tmp_path):
             assert server.buffer.store.held_items == 1
 
 
-async def test_only_missing_items_are_generated_and_have_the_seeds_of_a_whole_run(tmp_path):
+async def test_only_missing_items_are_generated_with_a_whole_runs_seeds(tmp_path):
     partial = [{"instance_id": "math_1", "group_id": 0, "items": 3}]
     missing = {"skip_instance_ids": ["math_0", "math_0"], "partial_groups": partial}
     requests = []
