@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _MOST_ITEMS = 64
 _MOST_BYTES = 4_000_000
 _LONGEST_PAUSE_S = 10.0
+_REQUEST_TIMEOUT_S = 60.0
 
 Row = Mapping[str, Any]
 _ID: TypeAdapter[Any] = TypeAdapter(Id)
@@ -58,20 +59,14 @@ class BufferWriter:
     stored once. An item that is refused (4xx) or not JSON raises ``BufferRequestError`` without effect on other items.
     """
 
-    def __init__(
-        self, *, url: str, token: str | None = None, give_up_s: float = 600.0, request_timeout_s: float = 60.0
-    ) -> None:
-        self._url = url.rstrip("/") + "/buffer/write"
-        self._headers = {"Prefer": "return=minimal"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._give_up_s = give_up_s
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+    def __init__(self, *, url: str, give_up_s: float = 600.0) -> None:
+        self._url, self._give_up_s = url.rstrip("/") + "/buffer/write", give_up_s
         # one request is built while the other is answered
         self._batches = Batcher(self._send, most=_MOST_ITEMS, parallel=2, size=len, most_size=_MOST_BYTES)
 
     async def __aenter__(self) -> BufferWriter:
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(headers={"Prefer": "return=minimal"}, timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,7 +124,6 @@ async def write_items(
     make_item: Callable[[Row, int, int], Awaitable[Item]],
     *,
     url: str,
-    token: str | None = None,
     limit: int,
 ) -> None:
     """Make an item for each ``(row, epoch, member)`` and write it to the buffer, ``limit`` at a time; the first
@@ -151,7 +145,7 @@ async def write_items(
                 logger.exception("The failed item was refused, too.")
 
     running: set[asyncio.Task[None]] = set()
-    async with BufferWriter(url=url, token=token) as writer:
+    async with BufferWriter(url=url) as writer:
         try:
             for place in planned:
                 running.add(asyncio.create_task(make_and_write(*place)))

@@ -143,18 +143,6 @@ async def test_a_lost_attempt_is_aborted_and_the_next_one_is_not() -> None:
         assert not any(engine.rids[2].startswith(rid) for rid in aborted)
 
 
-async def test_weight_update_within_an_answer_gives_version_spans() -> None:
-    async with (
-        ScriptedEngine(weight_version="1") as engine,
-        SGLangClient(base_url=engine.url, settings=QUICK) as client,
-    ):
-        second_update = NewVersion(n_tokens=0, version="3")
-        engine.script("/generate", NewVersion(n_tokens=2, version="2"), Abort(n_tokens=1), second_update)
-        for spans in ([("1", 0, 2), ("2", 2, 8)], [("2", 0, 1), ("3", 1, 8)]):
-            generation = await client.generate(PROMPT, SAMPLING)
-            assert [(span.version, span.start, span.end) for span in generation.weight_versions] == spans
-
-
 # -- the probe at start-up -------------------------------------------------------------------------------------------
 
 

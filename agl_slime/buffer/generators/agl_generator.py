@@ -37,7 +37,7 @@ def run_rollout(data: dict[str, Any]) -> None:
     asyncio.run(run_agent(load_agent(path), data))
 
 
-async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
+async def run_agent(agent: Any, data: Mapping[str, Any]) -> None:
     """Run the planned rollouts of the input file's tasks, and write each result or failure to the buffer."""
     from agl_slime.data.source import GroupSource
     from agl_slime.runner.concurrent import RunnerSettings, RunnerThread
@@ -69,8 +69,7 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
 
     running = RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency))
     with GroupSource(store=store) as source, running as runner:
-        url = data["remote_buffer_url"]
-        await write_items(plan(rows, data), make_item, url=url, token=buffer_token, limit=concurrency)
+        await write_items(plan(rows, data), make_item, url=data["remote_buffer_url"], limit=concurrency)
 
 
 def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:

@@ -109,13 +109,11 @@ class BaseGenerator:
         *,
         partial_groups: Iterable[Mapping[str, Any]] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
-        buffer_token: str | None = None,
         seed: int = 0,
     ) -> None:
         url = remote_engine_url.rstrip("/")
         self._engine_url = url if "/v1" in url else f"{url}/v1"
-        self._buffer_url = remote_buffer_url
-        self._buffer_token, self._seed = buffer_token, seed
+        self._buffer_url, self._seed = remote_buffer_url, seed
         self._concurrency, self._repeats = max(1, num_process), num_repeats
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         self._sampling = {**SAMPLING_PARAMS, **limit, **(sampling_params or {})}
@@ -155,7 +153,7 @@ class BaseGenerator:
 
         try:
             work = plan(rows, {**self._payload, "num_epoch": num_epoch * self._repeats})
-            await write_items(work, make_item, url=self._buffer_url, token=self._buffer_token, limit=self._concurrency)
+            await write_items(work, make_item, url=self._buffer_url, limit=self._concurrency)
         finally:
             closed = client.close()
             if inspect.isawaitable(closed):
