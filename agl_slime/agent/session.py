@@ -73,7 +73,7 @@ class RolloutStats:
 
     def count_prompt(self, ids: Sequence[int]) -> tuple[bytes, int]:
         """A digest of a request's prompt, and how many requests of the rollout had it so far, this one included."""
-        digest = hashlib.blake2b(stored_bytes(token_array(ids)), digest_size=8).digest()
+        digest = hashlib.sha256(stored_bytes(token_array(ids))).digest()
         self.prompts[digest] += 1
         return digest, self.prompts[digest]
 

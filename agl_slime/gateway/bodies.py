@@ -6,8 +6,8 @@ head, ends with the same tail and has a comma in between is that conversation wi
 the comma are a JSON list without brackets.
 
 The end of the list is where the second request differs from the first, which is verified by parsing the first with one
-item inserted there. Then a digest replaces the bytes: hashing 130 kB takes 0.1 ms, and the bytes of a thousand waiting
-conversations would double their memory.
+item inserted there. Then a digest replaces the bytes, which would double the memory of a thousand waiting
+conversations. SHA-256, for which processors have instructions, takes 0.07 ms for 130 kB.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _may_extend(previous: _ReadRequest, path: str, raw: bytes) -> bool:
 
 
 def _digest(path: str, raw: bytes = b"") -> Any:
-    return hashlib.blake2b(path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16)
+    return hashlib.sha256(path.encode("utf-8", "surrogatepass") + b"\n" + raw)
 
 
 def _end_of_list(request: _ReadRequest, raw: bytes, name: str) -> int | None:

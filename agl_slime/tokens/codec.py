@@ -173,9 +173,9 @@ class TokenBuffer:
             self._ids[:length] = old[:length]
             self._length = length
 
-    def prompt(self, keep: int, added: Sequence[int]) -> PromptIds:
+    def prompt(self, keep: int, added: TokenArray) -> PromptIds:
         """The first ``keep`` ids, then ``added``."""
-        return PromptIds(_frozen(np.concatenate((self._ids[:keep], np.array(added, dtype=np.int32)))))
+        return PromptIds(_frozen(np.concatenate((self._ids[:keep], added))))
 
     @property
     def ids(self) -> TokenArray:

@@ -62,7 +62,7 @@ class Plan:
     """A prompt: ids ``[:keep]`` of the last prompt and answer, then ``added``."""
 
     keep: int
-    added: tuple[int, ...]
+    added: TokenArray
     history_end: int  # as in ``SampledTurn``
     open_boundaries: int
     rendering: Rendering | None  # of the whole conversation without a partial answer, if it was rendered
@@ -300,7 +300,7 @@ class ChatContext:
         keep = last.end if self._keep_stop_token and n == len(ids) else last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, boundary = self._encode_after(text[len(kept_text) :], self.token_ids[:keep])
-        return Plan(keep, tuple(added), last.history_end, boundary, self._rendering, fork=fork)
+        return Plan(keep, token_array(added), last.history_end, boundary, self._rendering, fork=fork)
 
     def _forked(self, unchanged: int) -> Plan:
         """A prompt that keeps the longest prefix that the template still renders in the same way, and renders the rest.
@@ -353,7 +353,7 @@ class ChatContext:
             boundaries += boundary
             if separate and number == 0:
                 history_end = keep + len(added)
-        return Plan(keep, tuple(added), history_end, boundaries, rendering)
+        return Plan(keep, token_array(added), history_end, boundaries, rendering)
 
     def _classify_edit(self, unchanged: int) -> ForkReason:
         """Whether the history was edited, or the conversation returned to an earlier point."""

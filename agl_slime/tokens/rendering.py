@@ -13,7 +13,11 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from jinja2 import Environment, Template, nodes
+from jinja2.runtime import LoopContext
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
@@ -23,6 +27,9 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 _Render = Callable[[Sequence[Message], bool], str]
 
+_PROMPT = "add_generation_prompt"
+_MARK = "\0generation prompt\0"  # stands before the generation prompt in a rendering that is split there
+_LOOP = frozenset(("first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"))
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": [1.5, None, "é"]}}}
@@ -45,12 +52,57 @@ _MESSAGES: list[dict[str, Any]] = [message for probe in _PROBES for message in p
 ]
 
 
-def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
-    """A function that renders messages, with a generation prompt or without, as ``render_chat`` does."""
+@dataclass(frozen=True)
+class Renderer:
+    """Renders messages, with a generation prompt or without, as ``render_chat`` does."""
+
+    transformers: _Render
+
+    def __call__(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self.transformers(messages, generation_prompt)
+
+    def parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
+        """The text without the generation prompt, and that prompt, by one rendering; ``None`` where only two tell."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Direct(Renderer):
+    """Renders by compiled templates (``_compiled``); what they refuse is refused in transformers' words."""
+
+    tokenizer: Any
+    source: Any  # the tokenizer's template when this was made
+    template: Template
+    divided: Template | None
+    prepare: Callable[[Message], Message]
+    variables: Mapping[str, Any]
+
+    def __call__(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        text = self._written(self.template, messages, generation_prompt)
+        return self.transformers(messages, generation_prompt) if text is None else text
+
+    def parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
+        text = None if self.divided is None else self._written(self.divided, messages, True)
+        if text is None or text.count(_MARK) != 1:
+            return None
+        closed, _, generation_prompt = text.partition(_MARK)
+        return closed, generation_prompt
+
+    def _written(self, template: Template, messages: Sequence[Message], generation_prompt: bool) -> str | None:
+        if self.tokenizer.chat_template is not self.source or not all(map(_is_plain_message, messages)) or not messages:
+            return None
+        variables = {**self.tokenizer.special_tokens_map, **self.variables, _PROMPT: generation_prompt}
+        try:
+            return template.render(messages=[*map(self.prepare, messages)], **variables)
+        except Exception:  # templates raise anything
+            return None
+
+
+def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> Renderer:
     direct = direct_renderer(tokenizer, tools, options)
     if isinstance(direct, str):
         _explain_once(direct)
-        return _transformers_renderer(tokenizer, tools, options)
+        return Renderer(_transformers_renderer(tokenizer, tools, options))
     return direct
 
 
@@ -67,7 +119,7 @@ def _explain_once(reason: str) -> None:
     logger.info("Each call renders its prompt through apply_chat_template: %s.", reason)
 
 
-def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render | str:
+def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> Renderer | str:
     """A renderer by the compiled template, or the reason why there is none."""
     try:
         from transformers import PreTrainedTokenizerBase
@@ -85,7 +137,7 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
         return "tools or template arguments are not plain JSON"
     try:
         source = tokenizer.get_chat_template(options.get("chat_template"), tools)
-        template = _compiled(_compile_jinja_template, source)
+        template, divided = _compiled(_compile_jinja_template, source)
         show = "{{ (tools if tools else messages) | tojson }}"
         prepared = json.loads(tokenizer.apply_chat_template(_MESSAGES, chat_template=show, tokenize=False))
         schemas = tools and json.loads(
@@ -99,23 +151,19 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
     if prepare is None:
         return "this transformers prepares messages in an unknown way"
     schemas = _with_cache(schemas) if schemas else None
-    fallback, current = _transformers_renderer(tokenizer, tools, options), tokenizer.chat_template
-
-    def direct(messages: Sequence[Message], generation_prompt: bool) -> str:
-        if tokenizer.chat_template is not current or not all(map(_is_plain_message, messages)) or not messages:
-            return fallback(messages, generation_prompt)
-        variables = {**tokenizer.special_tokens_map, **arguments}
-        prepared = [*map(prepare, messages)]
-        try:
-            return template.render(
-                messages=prepared, tools=schemas, documents=None, add_generation_prompt=generation_prompt, **variables
-            )
-        except Exception:  # a refusal in transformers' words
-            return fallback(messages, generation_prompt)
-
+    transformers = _transformers_renderer(tokenizer, tools, options)
+    direct = _Direct(
+        transformers=transformers,
+        tokenizer=tokenizer,
+        source=tokenizer.chat_template,
+        template=template,
+        divided=divided,
+        prepare=prepare,
+        variables={"tools": schemas, "documents": None, **arguments},
+    )
     for probe in _PROBES:
         for generation_prompt in (False, True):
-            if _tried(direct, probe, generation_prompt) != _tried(fallback, probe, generation_prompt):
+            if _tried(direct, probe, generation_prompt) != _tried(transformers, probe, generation_prompt):
                 return "the compiled template's rendering differs from apply_chat_template's"
     return direct
 
@@ -183,12 +231,35 @@ def _with_cache(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(compile_template: Callable[[str], Any], source: str) -> Any:
-    """The template in transformers' environment, with a cache of schemas' JSON."""
+def _compiled(compile_template: Callable[[str], Any], source: str) -> tuple[Template, Template | None]:
+    """The template in transformers' environment, with a cache of schemas' JSON; and with ``_MARK`` before its
+    generation prompt, if that is its end and the text before it does not depend on it."""
     original = compile_template(source).environment
     environment = original.overlay()
     environment.filters = {**original.filters, "tojson": _cached(original.filters["tojson"])}
-    return environment.from_string(source)
+    environment.getattr = _quick_getattr(environment)
+    tree = environment.parse(source)
+    uses = [name for name in tree.find_all(nodes.Name) if name.name == _PROMPT]
+    end = tree.body[-1] if tree.body else None
+    closing = isinstance(end, nodes.If) and uses == [end.test] and not (end.elif_ or end.else_)
+    if uses and not closing:
+        return environment.from_string(source), None
+    tree.body.insert(len(tree.body) - closing, nodes.Output([nodes.TemplateData(_MARK)]))
+    return environment.from_string(source), environment.from_string(tree)
+
+
+def _quick_getattr(environment: Environment) -> Callable[[Any, str], Any]:
+    """The sandbox's ``getattr`` without its questions where their answer is known: keys of messages, places in a
+    loop."""
+    ask = environment.getattr
+
+    def quick(value: Any, name: str) -> Any:
+        kind = type(value)
+        if (kind is dict and name in value and not hasattr(dict, name)) or (kind is LoopContext and name in _LOOP):
+            return value[name] if kind is dict else getattr(value, name)
+        return ask(value, name)
+
+    return quick
 
 
 def _cached(to_json: Callable[..., str]) -> Callable[..., str]:

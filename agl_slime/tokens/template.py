@@ -31,7 +31,7 @@ from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
-from agl_slime.tokens.rendering import renderer
+from agl_slime.tokens.rendering import Renderer, renderer
 from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemMessages, text_of
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
 
@@ -145,16 +145,21 @@ class ChatTemplate:
         return self._rendered(self._calls.convert(messages), generation_prompt)
 
     @functools.cached_property
-    def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
+    def _rendered(self) -> Renderer:
         return renderer(self.tokenizer, self.tools, self.kwargs)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the generation prompt of the next answer."""
+        if (parts := self._parts(messages)) is not None:
+            return Rendering(*parts)
         whole, closed = self.render(messages, generation_prompt=True), self.render(messages, generation_prompt=False)
         if not self._has_tail and not whole.startswith(closed):
             self._has_tail = True
             closed = closed.removesuffix(self._tail)
         return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
+
+    def _parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
+        return self._rendered.parts(self._calls.convert(self._systems.arrange(messages)))
 
     @functools.cached_property
     def _tail(self) -> str:
@@ -297,6 +302,9 @@ class PlainTextTemplate(ChatTemplate):
         if {message.get("role") for message in messages} - {"text", "assistant"}:
             raise PromptError(NO_TEMPLATE)
         return "".join(map(text_of, messages))
+
+    def _parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
+        return self._apply(messages, False), ""
 
 
 def chat_template(

@@ -16,10 +16,10 @@ from agl_slime.gateway.protocol import Protocol
 from agl_slime.tokens import forks
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.rendering import direct_renderer
+from agl_slime.tokens.rendering import _MARK, direct_renderer
 from agl_slime.tokens.template import _MAX_KEY_BYTES, _MAX_PROMPTS, ChatTemplate, PromptCache
 from agl_slime.tokens.thinking import thinking_arguments
-from tests.harness.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
+from tests.harness.chat_templates import CHATML, DROPS_THINKING, ENDS_WITH_TOKEN, SYSTEM_FIRST, TAKES_TURNS
 from tests.harness.conversations import answer, text_of
 from tests.harness.model_templates import MODELS, Ways, template_of
 from tests.harness.tokenizers import Rendering, small_tokenizer
@@ -130,6 +130,39 @@ def test_full_render_is_used_where_the_incremental_one_may_differ() -> None:
     assert ChatTemplate(tokenizer=renders).render([QUESTION], generation_prompt=True).startswith("mine: ")
     tuples: Any = {"role": "user", "content": "a", "extra": ("b",)}  # a list as JSON, and written with brackets
     assert rendered("{% for m in messages %}{{ m.extra }}{% endfor %}", tuples) == "('b',)"
+
+
+_KEYS = (
+    "{% for m in messages %}{{ m.items() | length }}{{ m.get('role') }}{{ m['mine'] }}{{ m.mine }}{{ m.none }}"
+    "{{ m.content.upper() }}{{ (loop.previtem or m).role }}{{ loop.cycle('a', 'b') }}{{ loop.index0 }}"
+    "{{ m.__class__ is defined }}{{ loop._length is defined }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "at_once"),
+    [
+        (CHATML, True),
+        (DROPS_THINKING, True),
+        (_KEYS, True),
+        (ENDS_WITH_TOKEN, False),
+        (CHATML + "end", False),
+        ("{% if add_generation_prompt %}!{% endif %}" + CHATML, False),
+        ("{% for m in messages %}{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}", False),
+    ],
+)
+def test_one_rendering_has_text_and_generation_prompt_where_it_can(source: str, at_once: bool) -> None:
+    tokenizer, messages = small_tokenizer(source), [QUESTION, {**ANSWER, "mine": "key"}, QUESTION]
+    render: Any = direct_renderer(tokenizer, None, {})
+    closed, whole = (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompting)
+        for prompting in (False, True)
+    )
+    assert (render(messages, False), render(messages, True)) == (closed, whole)
+    assert render.parts(messages) == ((closed, whole.removeprefix(closed)) if at_once else None)
+    assert at_once is (render.parts([{**QUESTION, "content": f"x{_MARK.upper()}"}]) is not None)
+    assert render.parts([{**QUESTION, "content": f"{_MARK}"}]) is None or source is _KEYS
 
 
 def test_a_schema_is_written_as_json_once_for_each_way_of_writing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_prompt_is_encoded_as_the_json_of_its_ids_after_any_history(steps: list[
     buffer, ids = codec.TokenBuffer(), list[int]()
     for kind, added in steps:
         length = len(ids) // 2 if kind == "back" else len(ids)
-        prompt = buffer.prompt(length, added)
+        prompt = buffer.prompt(length, codec.token_array(added))
         assert prompt == [*ids[:length], *added]
         assert json.loads(_encoded({"input_ids": prompt})) == {"input_ids": [*prompt]}
         if kind != "ask":

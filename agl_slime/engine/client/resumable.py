@@ -186,7 +186,9 @@ class ResumableGeneration:
         experts = self._got.experts
         return PartRequest(
             (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
-            replace(self._sampling, max_new_tokens=budget, extra=extra),
+            self._sampling
+            if budget == self._sampling.max_new_tokens and extra is self._sampling.extra
+            else replace(self._sampling, max_new_tokens=budget, extra=extra),
             min(experts.end, len(self._prompt) + self.sampled) if experts is not None else self._experts_start,
             prompt_tokens=len(self._prompt),
             **self._fields,
