@@ -174,6 +174,7 @@ def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
 
 def write(path: Path, rows: Sequence[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} lines", flush=True)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,27 @@ def test_each_panel_draws_metrics_of_its_unit() -> None:
     assert drawn["Staleness in weight versions"] == ["rollout/staleness_mean", "rollout/staleness_max"]
     assert drawn["Share of trained tokens by staleness"] == ["train/share/staleness_0"]
     assert drawn["Validation"] == ["val/reward_mean"]
-    assert drawn["Validation rollouts that failed"] == ["val/failed", "val/start_failed", "val/failed/timeout"]
+    assert drawn["Validation rollouts that failed"] == ["val/failed", "val/failed/timeout"]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node, which runs the page's code")
+def test_each_line_of_validations_begins_before_training() -> None:
+    assert NODE is not None
+    code = (WEB / "model.js").read_text(encoding="utf-8")
+    columns = {
+        "val/start_failed": [3, None],
+        "val/failed": [None, 1],
+        "val/start_reward_mean": [0.2, None],
+        "a": [1, 2],
+    }
+    program = (
+        f"{code}\nconst run = new Run(0); run.addMetrics({json.dumps({'iteration': [1, 2], 'columns': columns})});"
+    )
+    program += (
+        "console.log(JSON.stringify(['val/failed', 'val/reward_mean', 'a', 'b'].map((name) => run.points(name))))"
+    )
+    done = subprocess.run([NODE, "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == [[[0, 3], [2, 1]], [[0, 0.2]], [[1, 1], [2, 2]], []]
 
 
 async def message(stream: aiohttp.StreamReader) -> Any:

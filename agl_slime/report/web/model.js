@@ -9,7 +9,7 @@ class Run {
 
   clear() {
     Object.assign(this, { iterations: [], columns: new Map(), groups: [], members: [], byId: new Map(), kept: new Set() });
-    Object.assign(this, { byIteration: new Map(), starts: new Map(), headline: "", alarms: [], blocks: {}, left_out: "", cache: new Map(), messages: new Map() });
+    Object.assign(this, { byIteration: new Map(), headline: "", alarms: [], blocks: {}, left_out: "", cache: new Map(), messages: new Map() });
   }
 
   add(part) {
@@ -28,7 +28,6 @@ class Run {
       if (!this.columns.has(name)) this.columns.set(name, new Array(before).fill(null));
       this.columns.get(name).push(...values);
     }
-    (metrics.columns["val/start_reward_mean"] || []).forEach((value, i) => this.starts.set(metrics.iteration[i] - 1, value));
     for (const values of this.columns.values()) while (values.length < this.iterations.length) values.push(null);
   }
 
@@ -62,11 +61,11 @@ class Run {
     return [...new Set([...this.iterations, ...this.byIteration.keys()])].sort((a, b) => a - b);
   }
 
-  // Iterations and numbers of a metric; the line of validations begins with the one before training.
+  // Iterations and numbers of a metric; a line of validations begins with the one before training.
   points(name) {
-    const values = this.columns.get(name) || [];
-    const points = [...(name === "val/reward_mean" ? this.starts : []), ...this.iterations.map((step, i) => [step, values[i]])];
-    return points.filter(([, value]) => typeof value === "number");
+    const places = (column, later) => this.iterations.map((step, i) => [step - later, (this.columns.get(column) || [])[i]]);
+    const starts = name.startsWith("val/") ? places(name.replace("val/", "val/start_"), 1) : [];
+    return [...starts, ...places(name, 0)].filter(([, value]) => typeof value === "number");
   }
 
   metric(name, iteration) {

@@ -5,7 +5,7 @@ const PANELS = [
   ["Reward by task source", [/^reward_of\//]],
   ["Named rewards", [/^reward\//]],
   ["Validation", ["val/reward_mean"]],
-  ["Validation rollouts that failed", ["val/failed", "val/start_failed", /^val\/(start_)?failed\//]],
+  ["Validation rollouts that failed", ["val/failed", /^val\/failed\//]],
   ["Sampled tokens per rollout", ["rollout/response_tokens_mean", "rollout/response_tokens_mean_trained", "rollout/response_tokens_mean_dropped"]],
   ["Turns per rollout", ["rollout/turns_mean"]],
   ["Failures by reason", ["rollout/failed", /^rollout\/failed\//]],
@@ -29,7 +29,7 @@ const panels = (names) => PANELS.map(([title, rules]) => [title, [...new Set(rul
 const short = (name) => name.replace(/^(rollout|train|perf|val|reward|reward_of)\//, "");
 
 function metricNames(runs) {
-  return [...new Set(runs.flatMap((run) => ["val/reward_mean", ...run.columns.keys()].filter((name) => run.points(name).length)))].sort();
+  return [...new Set(runs.flatMap((run) => ["val/reward_mean", "val/failed", ...run.columns.keys()].filter((name) => run.points(name).length)))].sort();
 }
 
 function linesOf(names, runs) {
