@@ -23,7 +23,7 @@ class Failures:
     """Judges each batch. If all rollouts fail and none ever succeeded, the agent is at fault and the run ends at once.
     If some succeeded before (``worked``), or a controller lost some, a dependency is unavailable, and the run tries
     again for ``failure_patience_s``. The run also ends after ``max_empty_iterations`` iterations in a row without a
-    group to train on."""
+    group to train on; pilots with equal rewards are no reason, as whole groups with equal rewards are none."""
 
     def __init__(self, settings: LoopSettings, *, worked: bool) -> None:
         self._settings, self._worked = settings, worked
@@ -64,7 +64,7 @@ class Failures:
             return pause_s
         self._worked = True
         self._outage.reset()
-        if any(group.ready for group in groups):
+        if any(group.ready or group.code == "pilot_equal" for group in groups):
             self._empty_in_a_row = 0
             return None
         self._empty_in_a_row += 1

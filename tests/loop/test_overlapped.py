@@ -140,6 +140,14 @@ async def test_a_pilot_of_equal_rewards_costs_its_rollouts_alone(max_staleness: 
     assert all(0 < row["rollout/no_gradient"] < 1 for row in rows if row.get("rollout/dropped/pilot_equal"))
 
 
+async def test_pilots_of_equal_rewards_do_not_end_the_run(engine: ScriptedEngine) -> None:
+    settings = {"n_samples_per_prompt": 4, "group_pilot": 2, "max_replaced_groups": 1, "max_staleness": 0}
+    with Overlapped(engine, judge=lambda task, response: 1.0, max_empty_iterations=2, **settings) as case:
+        await case.loop.run_async()
+        case.check_ledger()
+    assert (len(case.recorder.metrics), case.batches) == (6, [])
+
+
 async def test_a_training_function_has_to_take_its_batch(engine: ScriptedEngine) -> None:
     with (
         Overlapped(engine, train=lambda iteration: {}) as case,

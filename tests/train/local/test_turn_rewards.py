@@ -226,6 +226,33 @@ def test_a_turn_is_compared_by_the_rule_of_credit(credit: Any, expected: list[li
     assert np.array(masked) == pytest.approx(np.array(expected))
 
 
+DISCOUNTS = 0.95 ** np.arange(12)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("credit", "labelled", "whole", "share"),
+    [
+        ("group", False, 1.0, 1 / 12),
+        # its return and the rollout's reward are on every turn but the next, whose text shows the result
+        ("anchor", False, 1.0, (1 + DISCOUNTS[5]) / (12 + DISCOUNTS.sum() - DISCOUNTS[6])),
+        ("group", True, 1.0, 12 / 23),
+        ("turn", True, 1.0, 2 / 13),
+        ("turn", True, 0.0, 1.0),
+    ],
+)
+def test_the_share_of_a_decisive_turn(credit: Any, labelled: bool, whole: float, share: float) -> None:
+    """The sixth of twelve turns decides; ``labelled``: it has the reward, and the others 0."""
+    rollouts = []
+    for n in range(2):
+        turns = [([60 + n if turn == 5 else 30 + turn], float(n and turn == 5)) for turn in range(12)]
+        rollouts.append(conversation(n, n * whole, turns))
+        if not labelled:
+            rollouts[n].metadata = {}
+    batch = TrainBatch.from_samples(rollouts, credit=credit, std_normalization=False)
+    of_turns = np.abs(batch.token_rewards).reshape(2, 12).sum(axis=0)
+    assert of_turns[5] / of_turns.sum() == pytest.approx(share)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
