@@ -497,6 +497,9 @@ def _storage(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     if args.save and not args.save_interval:
         problem = f"--save {args.save} has no effect without --save-interval, so no checkpoint is written"
         yield _costs(problem, "give --save-interval N")
+    elif args.save and not resumes(args):
+        problem = f"a run that is started again does not continue from --save {args.save}, and begins with step 0"
+        yield _costs(problem, f"give --load {args.save}, too")
     if args.use_rollout_routing_replay and args.num_layers and args.rollout_batch_size:
         samples = args.rollout_batch_size * (args.n_samples_per_prompt or 1)
         tokens = samples * (args.rollout_max_response_len or 0)
@@ -504,6 +507,11 @@ def _storage(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         memory = "in the rollout manager's memory, and as much in Ray's object store"
         fix = "keep that free, or lower --rollout-max-response-len"
         yield _costs(f"routed experts of a batch take up to {size:.1f} GiB {memory}", fix)
+
+
+def resumes(args: Arguments) -> bool:
+    """Whether a run that is started again continues from its checkpoint."""
+    return bool(args.save_interval and args.load) and args.path(args.load) == args.path(args.save)
 
 
 def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:

@@ -183,6 +183,7 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
     if (trained := rehearsal.trained) is not None:
         reduced = f" ({', '.join(trained.changes)})" if trained.changes else ""
         text = f"{trained.steps} steps of slime's actors on {trained.ranks} ranks{reduced}, at small sizes"
+        text += ", and one from their checkpoint" if trained.resumed else ""
         lines += ["", f"Megatron: {text}; log-probs within {trained.difference:.1g} of transformers'"]
     return lines
 

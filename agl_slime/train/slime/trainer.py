@@ -110,6 +110,9 @@ class SlimeTrainer:
         side.start()
         create = find("create_training_models")
         self._actor, self._critic = create(self.args, side.placements, side.manager, **options)
+        if not self.args.offload_train:  # the release's actors would push what they have loaded last, the reference
+            ranks = getattr(self._actor, "_actor_handlers", ())
+            ray.get([rank._switch_model.remote("actor") for rank in ranks if hasattr(rank, "_switch_model")])
         self._cleanup.callback(self._release_actors)
         self.updates = int(getattr(self.args, "update_weight_start_version", 0) or 0)
         self.update_weights()

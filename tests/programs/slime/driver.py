@@ -41,6 +41,7 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
         flags |= {"sglang-url": url, "model-path": model, "output-dir": directory / "run"}
         slimes = {"num-gpus-per-node": 1, "custom-config-path": settings, "rollout-max-response-len": 48}
         slimes |= {"save": directory / "checkpoint", "save-interval": steps}
+        slimes |= {"use-kl-loss": "", "update-weight-disk-keep-files": ""}  # by a coefficient of 0
         slimes |= {"load": loaded[0]} if loaded else {}
         ours = ["train", *as_flags(flags), "--overwrite", "--"]
         code = command_line([*ours, *model_flags(model), *train_flags(model, dump), *as_flags(slimes)])

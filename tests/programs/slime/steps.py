@@ -79,6 +79,7 @@ class Case:
     model: Path | None = None
     architecture: list[str] | None = None
     """Megatron's options of ``model``, which is pushed before the first step, too."""
+    samples: list[Sample] | None = None
 
 
 def main(directory: Path) -> None:
@@ -142,9 +143,10 @@ def train(directory: Path, case: Case, rank: int, port: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     model.logging_utils.log = lambda args, metrics, step_key: logs.append(metrics)
-    args, samples = args_of(directory, case), samples_of(uneven=case.name == "uneven")
+    args, samples = args_of(directory, case), case.samples or samples_of(uneven=case.name == "uneven")
     if case.name in TURNS:
         samples = with_turn_rewards(samples, split=case.name == "turns_split")
+    os.environ["ENABLE_ROUTING_REPLAY"] = f"{args.use_routing_replay:d}"  # as slime's group of actors does
     actor = MegatronTrainRayActor(case.world, rank, "127.0.0.1", port)
     kl = args.kl_coef != 0 or args.use_kl_loss
     first = actor.init(args, "actor", with_ref=kl, with_opd_teacher=args.use_opd)

@@ -61,14 +61,18 @@ def frozen(args, rollout_id, step_id, model, optimizer, scheduler):
 
 @dataclass(frozen=True)
 class Fault:
-    """``removed`` and ``added`` options of a script's model; the finding has each of ``parts``."""
+    """``removed`` and ``added`` options of a script; the finding has each of ``parts``, and ``also`` is another's."""
 
     model: str
     parts: tuple[str, ...]
     removed: str = ""
     added: str = ""
+    level: str = "breaks"
+    also: str = ""
 
 
+SAVES = "--save saved --load saved --save-interval 1"
+LONGER = f"{SAVES} --override-opt_param-scheduler"
 FAULTS = {
     "query_groups": Fault(
         "qwen3-4B",
@@ -122,7 +126,17 @@ FAULTS = {
     "frozen": Fault(
         "qwen3-4B", ("have changed no weight",), added="--custom-megatron-before-train-step-hook-path faults.frozen"
     ),
-    "none": Fault("qwen3-4B", ()),
+    "schedule": Fault("qwen3-4B", ("another --num-rollout", "give --override-opt_param-scheduler"), "", SAVES, "costs"),
+    "unsaved": Fault("qwen3-4B", ("a resume from the checkpoint of --save fails",), added=f"{LONGER} --no-save-optim"),
+    "unread": Fault(
+        "qwen3-4B",
+        ("a resume begins with an optimizer of size 0 ",),
+        added=f"{LONGER} --no-load-optim",
+        level="costs",
+        also="a resume's first push has --ref-load's weights",
+    ),
+    "begun": Fault("qwen3-4B", ("a resume after steps 0 to 1 trains [1",), added=f"{LONGER} --finetune"),
+    "none": Fault("qwen3-4B", (), removed="--use-kl-loss", added=LONGER),
 }
 
 
@@ -136,20 +150,21 @@ def test_a_fault_is_found(name: str, tmp_path: Path):
     (checkpoint / "config.json").write_text(json.dumps(described(values_of(whole))))
     (tmp_path / "faults.py").write_text(HOOKS)
     (settings := tmp_path / "agl.yaml").write_text("agl_agent: agl_slime.cli.demo.agent:LookupAgent\n")
-    text = " ".join(whole)
+    text = " ".join([*whole, *run_flags(checkpoint, settings)])
     assert fault.removed in text
-    flags = [*text.replace(fault.removed, "").split(), *fault.added.split(), *run_flags(checkpoint, settings)]
+    flags = [*text.replace(fault.removed, "").split(), *fault.added.split()]
     environ = {"PYTHONPATH": str(tmp_path)}
     training = Training("train.py", tuple(flags), environ, str(tmp_path), submitted=False)
     args: Any = Arguments({name.replace("-", "_"): value for name, value in values_of(flags).items()} | SIZES, training)
     sources, places = Sources.find(require_megatron()), {"tokenizer": LOOKUP_POLICY, "scratch": tmp_path}
     trained, found = play_steps(args, training, sources=sources, python=sys.executable, **places)
     if not fault.parts:
-        assert (found, trained and trained.difference < 1e-5) == ([], True)
+        assert (found, trained and trained.difference < 1e-5 and trained.resumed) == ([], True)
         return
     sentence = found[0].text
-    assert found[0].level == "breaks"
+    assert found[0].level == fault.level
     assert all(part in sentence for part in fault.parts), sentence
+    assert any(fault.also in finding.text for finding in found), found
 
 
 SIZES = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 1, "rollout_batch_size": 4, "n_samples_per_prompt": 2}

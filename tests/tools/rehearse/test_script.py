@@ -337,7 +337,10 @@ def findings(nodes: Nodes = ONE, *, script: str = "train.py", cwd: str = "/nowhe
     return texts
 
 
-@pytest.mark.parametrize("flags", [{}, APART, HOOKED])
+SAVED = {"save": "/tmp/x/", "save_interval": 20}
+
+
+@pytest.mark.parametrize("flags", [{}, APART, HOOKED, {**SAVED, "load": "/tmp/x"}])
 def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
     assert findings(**flags) == []
 
@@ -363,6 +366,7 @@ def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
         ({"num_gpus_per_node": 4}, "slime numbers the GPUs of engines by --num-gpus-per-node 4"),
         ({"prompt_data": "/nowhere.jsonl@[0:9]"}, "--prompt-data /nowhere.jsonl@[0:9] does not exist"),
         ({"save": "/tmp/x"}, "has no effect without --save-interval"),
+        ({**SAVED, "load": "/tmp/y"}, "begins with step 0: give --load /tmp/x/, too"),
         ({"use_rollout_routing_replay": True, "moe_router_topk": 8}, "take up to 2.2 GiB"),
         ({**HOOKED, "partial_rollout": True}, "--partial-rollout has no effect under our rollout function"),
         ({**HOOKED, "custom_reward_post_process_path": None}, "normalises rewards by position"),

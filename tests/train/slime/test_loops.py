@@ -1,5 +1,6 @@
 """slime's own training loops on a CPU: everything is real but Megatron, in whose place our local trainer steps."""
 
+import filecmp
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -100,3 +101,5 @@ def test_the_loop_trains_through_slime(engines: str, tmp_path: Path):
         assert loaded["rewards"][:TRAINER_STEPS] == rewards  # the dump has the steps of both
         assert fmean(loaded["rewards"][TRAINER_STEPS:]) > fmean(rewards[:2]) + 0.2
         assert max(loaded["logprob_diff_max"]) < 1e-5
+        last, first = (tmp_path / "dump" / "weights" / f"weight_v{version:06d}" for version in (TRAINER_STEPS + 1, 1))
+        assert filecmp.cmpfiles(last, first, ["model-00001-of-00001.safetensors"], shallow=False)[0]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +29,23 @@ class MegatronTrainRayActor(actor.MegatronTrainRayActor):
 
 
 class RehearsedActor(MegatronTrainRayActor):
-    """Rewards that are all equal, as of random answers, alternate, so that a step has a gradient."""
+    """Rewards that are all equal, as of random answers, alternate, so that a step has a gradient. Each rank writes its
+    optimizer's size at its start and with a checkpoint."""
+
+    def init(self, *args: Any, **named: Any) -> Any:
+        first = super().init(*args, **named)
+        self._write("loaded")
+        return first
+
+    def save_model(self, *args: Any, **named: Any) -> None:
+        super().save_model(*args, **named)
+        self._write("saved")
+
+    def _write(self, moment: str) -> None:
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        values = [value for part in optimizers for state in part.optimizer.state.values() for value in state.values()]
+        size = sum(float(value.abs().sum()) for value in values if torch.is_tensor(value))
+        Path(self.args.dump_details, f"{moment}_{self.role}_{self._rank}.json").write_text(json.dumps(size))
 
     def _get_rollout_data(self, *args: Any, **named: Any) -> Any:
         data = super()._get_rollout_data(*args, **named)

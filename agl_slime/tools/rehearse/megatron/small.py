@@ -35,6 +35,7 @@ _UNREAD = [
     "dtype",
     "architectures",
 ]
+_MARKS = [f"{mark}_token_id" for mark in ("image", "video", "vision_start", "vision_end")]
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
 
 
@@ -118,8 +119,8 @@ def small_sizes(values: Mapping[str, str], layout: Mapping[str, int], *, tokens:
     sizes["kv-channels"] = _WIDTH
     if number.get("num-layers", 0) % number.get("pipeline-model-parallel-size", 1):
         sizes["num-layers"] += 1
-    ends = (f"decoder-{end}-pipeline-num-layers" for end in ("first", "last"))
-    sizes |= {name: 1 for name in ends if name in number}
+    stages = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
+    sizes |= {name: 1 for name in (*stages, "num-layers-per-virtual-pipeline-stage") if name in number}
     if "num-experts" in number:
         groups = min(number.get("moe-router-num-groups", 1), _EXPERTS // 2)
         sizes |= {"num-experts": _EXPERTS if number["num-experts"] % ep == 0 else _EXPERTS - 1}
@@ -206,6 +207,7 @@ def described(values: Mapping[str, str]) -> dict[str, Any]:
         if shared := config.get("shared_expert_intermediate_size"):
             config["n_shared_experts"] = shared // config["moe_intermediate_size"]
     if kind.startswith("qwen3_5"):
+        rope["mrope_section"] = [11, 11, 10]
         text = {**config, "model_type": f"{kind}_text"}
         return {"model_type": kind, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}
     return config
@@ -215,7 +217,9 @@ def small_config(config: Mapping[str, Any], values: Mapping[str, str], sizes: Ma
     """A checkpoint's configuration at the small sizes. A size that differs from the option's keeps its ratio."""
     if "text_config" in config:
         text = small_config(config["text_config"], values, sizes)
-        return {**config, "text_config": text, "vision_config": {**_VISION, "out_hidden_size": sizes["hidden-size"]}}
+        marks = {name: sizes["vocab-size"] - place for place, name in enumerate(_MARKS, 1)}  # tokens of no text
+        vision = {**_VISION, "out_hidden_size": sizes["hidden-size"]}
+        return {**config, **marks, "text_config": text, "vision_config": vision}
     small = {**config}
     for field, name in _NAMES.items():
         if name in sizes and name in values and isinstance(config.get(field), int):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import psutil
 from huggingface_hub.errors import StrictDataclassError
 
 from agl_slime.errors import AglSlimeError
-from agl_slime.tools.rehearse.checks import Arguments, Finding
+from agl_slime.tools.rehearse.checks import Arguments, Finding, resumes
 from agl_slime.tools.rehearse.live import PROGRAM, WORKER_BYTES, live_env, live_flags, run_driver
+from agl_slime.tools.rehearse.megatron.flags import as_flags
 from agl_slime.tools.rehearse.megatron.small import Small, described, load_model, save_model, shrink, values_of
 from agl_slime.tools.rehearse.megatron.sources import Sources
 from agl_slime.tools.rehearse.script import Training
@@ -26,18 +27,20 @@ _LEFT_OUT = """colocate offload offload-train offload-rollout rollout-num-gpus r
     use-wandb use-tensorboard use-mlflow use-fault-tolerance over-sampling-batch-size dynamic-sampling-filter-path
     optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d use-precision-aware-optimizer moe-enable-deepep
     moe-deepep-num-sms fp8-format fp8-recipe fp8-param-gather bf16 prefill-num-servers rollout-external-engine-addrs
-    eval-interval eval-prompt-data eval-config save-interval keep-old-actor tokenizer-model"""
+    eval-interval eval-prompt-data eval-config save-interval start-rollout-id keep-old-actor tokenizer-model"""
+_SCHEDULER = "override-opt_param-scheduler"
 
 
 @dataclass(frozen=True)
 class Steps:
     """Steps that were made, the ranks that made them, and the sizes that were reduced; ``difference``: of log-probs,
-    Megatron beside transformers."""
+    Megatron beside transformers; ``resumed``: another step was requested of the checkpoint after them."""
 
     steps: int
     ranks: int
     changes: tuple[str, ...]
     difference: float
+    resumed: bool
 
 
 def find_sources(python: str, slime_dir: Path) -> Sources:
@@ -64,19 +67,66 @@ def play_steps(
     if (need := (small.ranks + 5) * WORKER_BYTES) > (free := psutil.virtual_memory().available):
         sizes = f"{need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free"
         return None, [Finding("note", f"no step with Megatron itself was made: {small.ranks} ranks need {sizes}")]
+    flags = _flags([*_kept(training.flags)], args, small, directory, scratch)
     request = {"script": str(sources.slime / Path(training.script).name), "model": str(directory / "model")}
-    request |= {"flags": _flags([*_kept(training.flags)], args, small, directory, scratch), "ranks": small.ranks}
     places = {"SLIME_DIR": str(sources.slime), "MEGATRON_DIR": str(sources.megatron)}
-    env = live_env(training, [], scratch, request) | places
-    log = scratch / "megatron.log"
+
+    def drive(options: Mapping[str, object]) -> None:
+        env = live_env(training, [], scratch, {**request, "flags": [*flags, *as_flags(options)], "ranks": small.ranks})
+        log = scratch / "megatron.log"
+        run_driver([python, str(PROGRAM)], env | places, args.path(""), log, timeout_s=_SECONDS)
+
     hints = _hints(training.flags, config)
     try:
-        run_driver([python, str(PROGRAM)], env, args.path(""), log, timeout_s=_SECONDS)
+        drive({})
     except AglSlimeError as error:
         ended = Finding("breaks", f"Megatron at {_sizes(small)}: {error}{hints}")
         return None, [*_of_push(directory, hints)[1], ended]
     difference, findings = _examine(directory, hints)
-    return Steps(_STEPS, small.ranks, small.changes, difference), findings
+    if resumed := resumes(args):
+        findings += _resume(drive, directory, switched=bool(args.colocate or args.offload_train))
+    return Steps(_STEPS, small.ranks, small.changes, difference, resumed), findings
+
+
+def _resume(drive: Callable[[Mapping[str, object]], None], directory: Path, *, switched: bool) -> Iterator[Finding]:
+    """Findings of another step, by actors that start from the checkpoint of the steps in ``directory``. ``switched``:
+    the script's own actors end their start with the policy's weights."""
+    (again := directory / "again").mkdir()
+    options: dict[str, object] = {"load": directory / "saved", "num-rollout": _STEPS + 1, "dump-details": again}
+    options |= {"update-weight-disk-dir": again / "weights"}
+    try:
+        try:
+            drive(options)
+        except AglSlimeError as error:
+            if "OptimizerParamScheduler" not in str(error):
+                raise
+            problem = "Megatron refuses a resume with another --num-rollout, as its schedule is another"
+            yield Finding("costs", f"{problem}: give --{_SCHEDULER}")
+            drive({**options, _SCHEDULER: ""})
+    except AglSlimeError as error:
+        yield Finding("breaks", f"a resume from the checkpoint of --save fails: {error}")
+        return
+    steps = sorted(int(path.stem) for path in (again / "train_data").glob("*.pt"))
+    if steps != [_STEPS]:
+        problem = f"a resume after steps 0 to {_STEPS - 1} trains {steps or 'no step'} and not step {_STEPS}"
+        yield Finding("breaks", f"{problem}: take out --finetune and --ckpt-step")
+        return
+    for file in sorted(directory.glob("saved_*.json")):
+        before, after = (json.loads(path.read_text()) for path in (file, again / file.name.replace("saved", "loaded")))
+        if abs(after - before) > 1e-6 * before:
+            problem = f"a resume begins with an optimizer of size {after:.3g} in place of the checkpoint's {before:.3g}"
+            yield Finding("costs", f"{problem}: take out --no-save-optim and --no-load-optim")
+            break
+    pushes = (sorted((place / "weights").iterdir())[end] for place, end in ((directory, -1), (again, 0)))
+    first, saved, loaded = (load_model(push)[0].state_dict() for push in (directory / "model", *pushes))
+    if all(value.equal(loaded[name]) for name, value in saved.items()):
+        return
+    if any(not value.equal(loaded[name]) for name, value in first.items()):
+        yield Finding("breaks", "a resume's first push has other weights than the checkpoint: correct the converter")
+    elif not switched:
+        problem = "a resume's first push has --ref-load's weights, which then sample its first batch"
+        fix = """end the init of slime's MegatronTrainRayActor with self._switch_model("actor")"""
+        yield Finding("costs", f"{problem}: {fix}")
 
 
 def _kept(flags: Sequence[str]) -> Iterator[str]:
