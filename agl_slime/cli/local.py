@@ -121,7 +121,7 @@ async def run_training(
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         warnings |= learning_rate_warning(config.local, trainer.model)
         if config.loop.deterministic and (config.sglang_url or config.engine == "sglang"):
-            effect = "equal runs need an SGLang with --enable-deterministic-inference"
+            effect = "equal runs need an SGLang with --enable-deterministic-inference on a GPU"
             warnings["deterministic"] = f"--deterministic: {effect}"
         if sizes := about_model(config, trainer.model, lr=trainer.lr):
             print_line(sizes, to=console)
@@ -448,7 +448,8 @@ async def running_engine(
         return
     if config.engine == "sglang":
         python = os.environ[SGLANG_PYTHON]  # checked by check_files
-        engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.loop.seed)
+        flags = ["--enable-deterministic-inference"] * config.loop.deterministic
+        engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.loop.seed, flags=flags)
     else:
         engine = EmbeddedEngine(model_path, random_seed=config.loop.seed, deterministic=int(config.loop.deterministic))
     try:

@@ -81,9 +81,9 @@ def test_python_without_sglang_is_refused_before_any_start(variable, tmp_path, m
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [("--max-running-requests", "8"), ("--enable-deterministic-inference",)])
+def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(flags, gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/of/this/environment", *sys.path]))
-    flags = ("--max-running-requests", "8")
     engine = SGLangProcess(tmp_path, python=serving(tmp_path, gpu=gpu), random_seed=7, flags=flags)
     with engine:
         with urllib.request.urlopen(engine.url, timeout=10) as answer:
@@ -95,7 +95,11 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(gpu, tmp_p
     assert "/of/this/environment" not in environment.get("PYTHONPATH", "")
     assert ("--device" in command, "sglang_cpu" in environment.get("PYTHONPATH", "")) == (not gpu, not gpu)
     assert [word for flag, word in itertools.pairwise(command) if flag == "--random-seed"][-1] == "7"
-    assert command[-2:] == [*flags]  # the last word is theirs
+    seeded = len(flags) == 1 and not gpu
+    end = command[: -6 if seeded else None]
+    assert end[-len(flags) :] == [*flags]  # the last word is theirs
+    assert command[len(end) : len(end) + 2] == ["--attention-backend", "triton"] * seeded  # no other has seeds
+    assert ("TRITON_INTERPRET" in environment) == seeded
 
 
 @pytest.mark.parametrize("start", ["ready", "before"])

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import iter_jsonl
 from agl_slime.report.rollouts import pack, unpack
 from agl_slime.tools.compare.command import compare
-from tests.harness.engine_servers import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread, real_sglang
 from tests.harness.training import needs_torch, train
 from tests.harness.waiting import until
 
@@ -74,10 +76,13 @@ def broken(_: Any, session: Any) -> str:
     return f"{number:.3f}"
 
 
-def repeatable(run: Path, policy: Path, *, agent: Any = None, limits: Any = None, **settings: Any) -> Path:
+def repeatable(
+    run: Path, policy: Path, *, agent: Any = None, limits: Any = None, url: str | None = None, **settings: Any
+) -> Path:
     tasks = [{"key": f"k{n}", "answer": f"{n}"} for n in range(6)]
     small = {"num_iterations": 3, "rollout_batch_size": 3, "n_samples_per_prompt": 3, "max_new_tokens": 12}
-    with engine_in_thread(policy, deterministic=True, **(limits or {})) as url:
+    engine = engine_in_thread(policy, deterministic=True, **(limits or {})) if url is None else nullcontext(url)
+    with engine as url:
         options = {**small, "seed": 5, "deterministic": True, "eval_interval": 0, "keep_rollouts": "all", **settings}
         inputs = RunInputs(agent=agent or Unsteady(), tasks=tasks)
         train(inputs=inputs, model_path=policy, sglang_url=url, output_dir=run, **options)
@@ -101,6 +106,22 @@ def test_two_runs_are_equal_whatever_the_engine_has_room_for(
     assert "are equal: 9 groups, and the weights" in capsys.readouterr().out
     one, two = (repeatable(tmp_path / str(n), policy_dir, max_staleness=1, limits=limits if n else {}) for n in (0, 1))
     assert content_of(one) == content_of(two) != content_of(reference)
+
+
+@pytest.mark.sglang
+def test_a_real_sglang_repeats_the_tokens_of_a_run(policy_dir: Path, tmp_path: Path) -> None:
+    """Of equal prompts, by their seeds; on a CPU without the last bits of log-probs, which depend on a batch's rows."""
+    tokens: list[Counter[tuple[str, ...]]] = []
+    with real_sglang(policy_dir, tmp_path / "sglang.log", ["--enable-deterministic-inference"]) as server:
+        for seed in (5, 5, 6):
+            agent = type("Constant", (Unsteady,), {"question": lambda *_: "?", "tool": lambda *_: "!"})()
+            options: Any = {"url": server.url, "seed": seed, "num_iterations": 1}
+            run = repeatable(tmp_path / f"{len(tokens)}", policy_dir, agent=agent, **options)
+            rollouts = iter_jsonl(run / "rollouts.jsonl")
+            tokens.append(Counter(tuple(sample["tokens"] for sample in row["samples"]) for row in rollouts))
+    assert [len(each) for each in tokens] == [9, 9, 9]  # the members of a group differ
+    assert tokens[0] == tokens[1]
+    assert not tokens[0].keys() & tokens[2].keys()
 
 
 def seed_by_arrival(patch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
   operators that its library did not define. They are declared first.
 - SGLang's grammar mask calls a CUDA/Triton kernel whatever the device; on CPU logits it is replaced by xgrammar's CPU
   one. Without this a constrained request ends the server.
+- SGLang's deterministic inference has batch-invariant kernels for accelerators alone: none are set on a CPU.
 """
 
 import importlib.abc
@@ -11,7 +12,6 @@ import importlib.util
 import sys
 
 _LIBRARIES = []  # the definitions live as long as the library object
-_GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 
 def _before_torchvision():
@@ -38,6 +38,19 @@ def _after_grammar(module):
     module.XGrammarGrammar.apply_vocab_mask = staticmethod(apply_vocab_mask)
 
 
+def _after_batch_invariant_ops(module):
+    import torch
+
+    if torch.version.cuda is None:
+        module.enable_batch_invariant_mode = lambda: None
+
+
+_AFTER = {
+    "sglang.srt.constrained.xgrammar_backend": _after_grammar,
+    "sglang.srt.batch_invariant_ops": _after_batch_invariant_ops,
+}
+
+
 class _Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
@@ -47,7 +60,7 @@ class _Hook(importlib.abc.MetaPathFinder):
             finally:
                 sys.meta_path.insert(0, self)
             return None
-        if name == _GRAMMAR:
+        if name in _AFTER:
             sys.meta_path.remove(self)
             try:
                 spec = importlib.util.find_spec(name)
@@ -58,7 +71,7 @@ class _Hook(importlib.abc.MetaPathFinder):
 
                 def exec_module(module):
                     load(module)
-                    _after_grammar(module)
+                    _AFTER[name](module)
 
                 spec.loader.exec_module = exec_module
             return spec
