@@ -288,14 +288,14 @@ def begin(run: Path, flags: list[str]) -> subprocess.Popen[bytes]:
 async def test_a_run_that_was_killed_and_resumed_is_the_one_that_was_not(tmp_path: Path, flags: str, seed: int) -> None:
     rng = random.Random(seed)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert begin(whole, flags.split()).wait(120) == 0
+    assert begin(whole, flags.split()).wait(600) == 0
     for iteration in sorted(rng.sample(range(1, 6), 3)):
         resume = ["--resume"] if (killed / "config.json").exists() else []
         with begin(killed, [*flags.split(), *resume]) as process:
             metrics = killed / "metrics.jsonl"
-            await until(lambda m=metrics, n=iteration: m.exists() and m.read_bytes().count(b"\n") >= n, 90)
+            await until(lambda m=metrics, n=iteration: m.exists() and m.read_bytes().count(b"\n") >= n, 600)
             with pytest.raises(subprocess.TimeoutExpired):  # somewhere in the next iteration
                 process.wait(rng.random() * 0.5)
             process.send_signal(signal.SIGKILL)
-    assert begin(killed, [*flags.split(), "--resume"]).wait(120) == 0
+    assert begin(killed, [*flags.split(), "--resume"]).wait(600) == 0
     assert content_of(whole) == content_of(killed)
