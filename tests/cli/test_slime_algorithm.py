@@ -43,7 +43,8 @@ def fit(algorithm: SlimeAlgorithm, agent: Any, n: int, **options: Any) -> list[d
     strategy = SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1, graceful_delay=1.0)
     trainer = Trainer(algorithm=algorithm, store=BridgeStore(), strategy=strategy, **options)
     trainer.fit(agent, make_tasks(n, 1), val_dataset=make_tasks(64, 2))
-    lines = (Path(algorithm.config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    assert algorithm.config.output_dir is not None
+    lines = (algorithm.config.output_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
