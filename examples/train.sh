@@ -5,8 +5,9 @@
 set -euo pipefail
 name="$1" dir="$2" here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$1"
 agent="$here/${name}_agent.py:Small${name^}Agent"
+case "$name" in sql) n=12 ;; *) n=8 ;; esac # iterations, and groups of each
 python "$here/${name}_data.py" "$dir" small
 agl-slime warm-up --model smollm2 --agent "$agent" --demonstrations "$dir/demonstrations.jsonl" --output-dir "$dir/warm"
 agl-slime train --model "$dir/warm" --agent "$agent" --tasks "$dir/train.jsonl" --eval-tasks "$dir/held_out.jsonl" \
-  --output-dir "$dir/run" --rollout-batch-size 8 --n-samples-per-prompt 8 --max-new-tokens 96 --num-iterations 16 \
-  --eval-interval 16 --eval-rollouts 96 --local.lr 2e-5 --local.n-minibatches 1 "${@:3}"
+  --output-dir "$dir/run" --rollout-batch-size "$n" --n-samples-per-prompt 8 --max-new-tokens 64 --num-iterations "$n" \
+  --eval-interval "$n" --eval-rollouts 192 --local.lr 4e-5 --local.n-minibatches 1 --local.no-std-normalization "${@:3}"

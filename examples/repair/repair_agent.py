@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import Any
 
-from agl_slime import RolloutSession, SGLangLitAgent, Trajectory
+from agl_slime import SGLangLitAgent, Trajectory
 
 SECONDS, WAIT, MEMORY, OUTPUT = 5, 20, 2**29, 2**16  # of the processor, of the clock; bytes
 # The program in the sandbox: a line of results per call. What the agent's code prints goes to stderr.
@@ -130,19 +130,23 @@ class RepairAgent(SGLangLitAgent):
 
 
 class SmallRepairAgent(RepairAgent):
-    """The task at the size of SmolLM2-135M: function and tests are in the prompt, and one edit is the answer."""
+    """The task at the size of SmolLM2-135M: the function and a test are in the prompt, and the answer is the right line
+    with its number."""
 
-    tools_in_prompt, tool_parser, max_turns = False, "hermes", 1
-    system = "Repair the function: edit its wrong line."
+    max_turns = 1
+    system = "Write the wrong line as it should be."
 
     def build_tools(self, task: dict[str, Any]) -> list[Any]:
-        return [Workspace(task).edit]
+        return []
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        system, _ = super().build_prompt(task)
-        return [system, {"role": "user", "content": f"{task['prompt']}\n{Workspace(task).read()}"}]
+        system, tests = super().build_prompt(task)
+        test = tests["content"].splitlines()[0]
+        return [system, {"role": "user", "content": f"{test}\n{Workspace(task).read()}"}]
 
-    async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        answer = await session.ask()
-        assert session.tools is not None
-        session.stats.count(await session.tools.run(session.reader.read(answer.text).calls))
+    def score(self, task: dict[str, Any], trajectory: Trajectory) -> dict[str, float]:  # type: ignore[override]
+        workspace = Workspace(task)
+        number, _, text = trajectory.response.partition(" ")
+        if number.isdecimal():
+            workspace.edit(int(number), text)
+        return score_source(task, workspace.source)

@@ -73,6 +73,11 @@ def count_below(numbers: list, limit: int):
 def last_letters(text: str, size: int):
     return text[-size:] if size > 0 else ""
 """
+# For the smallest version of the task, in which the functions of training occur under other names.
+WORDS = {
+    "train": ["price", "weight", "age", "size", "height", "speed", "cost", "mark", "level", "width", "rank", "depth"],
+    "held_out": ["score", "length", "volume", "salary", "distance", "grade", "share", "delay"],
+}
 _SWAPS = (
     '<|<=;>|>=;<|>;>|<; + | - ; - | + ; * | + ; / | * ;==|!=;not in|in;in "|not in ";[1:]|[:1];[0]|[-1]; 1| 2; 0| 1'
 )
@@ -124,30 +129,36 @@ def tasks_of(functions: str, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 def demonstration(agent: RepairAgent, task: dict[str, Any]) -> dict[str, Any]:
     """A conversation that repairs the function."""
-    workspace, messages, in_turns = Workspace(task), agent.build_prompt(task), agent.max_turns != 1
+    workspace, messages = Workspace(task), agent.build_prompt(task)
     lines = zip(task["source"].splitlines(), task["right"].splitlines(), strict=True)
     (edit,) = [{"line": number, "text": text} for number, (wrong, text) in enumerate(lines, 1) if wrong != text]
-    calls: list[tuple[str, dict[str, Any]]] = [("edit", edit)]
-    if in_turns:
-        calls = [("read", {}), *calls, ("test", {})]
+    if isinstance(agent, SmallRepairAgent):
+        return {"task": task, "messages": [*messages, {"role": "assistant", "content": "{line} {text}".format(**edit)}]}
+    calls: list[tuple[str, dict[str, Any]]] = [("read", {}), ("edit", edit), ("test", {})]
     for name, arguments in calls:
         call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        if in_turns:
-            result = getattr(workspace, name)(**arguments)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
-    if in_turns:
-        messages.append({"role": "assistant", "content": "done"})
-    return {"task": task, "messages": messages}
+        result = getattr(workspace, name)(**arguments)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+    return {"task": task, "messages": [*messages, {"role": "assistant", "content": "done"}]}
+
+
+def renamed(functions: str, word: str) -> str:
+    """The functions about things of that name."""
+    functions = re.sub(r"def (\w+)", rf"def {word}_\1", functions)
+    return functions.replace("number", word).replace("text", f"{word}_name")
 
 
 def main(directory: Path, agent: RepairAgent, *, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    train = [task for _ in range(8) for task in tasks_of(TRAIN, rng)]
-    write(directory / "train.jsonl", rng.sample(train, len(train)))
-    write(directory / "held_out.jsonl", [task for _ in range(4) for task in tasks_of(HELD_OUT, rng)])
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(train, 80)])
+    functions = {"train": TRAIN * 8, "held_out": HELD_OUT * 4}
+    if isinstance(agent, SmallRepairAgent):
+        functions = {split: "".join(renamed(TRAIN, word) for word in words) for split, words in WORDS.items()}
+    tasks = {split: [*tasks_of(each, rng)] for split, each in functions.items()}
+    for split, each in tasks.items():
+        write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
+    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 80)])
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:

@@ -85,5 +85,5 @@ class SmallSearchAgent(SearchAgent):
     """For models without tools in their chat template, such as SmolLM2-135M."""
 
     tools_in_prompt, tool_parser = False, "hermes"
-    max_turns, page_chars = 3, 240
+    max_turns, page_chars = 3, 160
     system = "Search, open a page, then write the answer and the page."

@@ -48,10 +48,13 @@ def functions(module: str) -> Iterator[tuple[str, inspect.Signature, str]]:
 
 def questions(module: str, *, small: bool) -> Iterator[dict[str, Any]]:
     for page, signature, text in functions(module):
+        shown = f"{page}{signature}"[: SmallSearchAgent.page_chars if small else None]
         for name, parameter in signature.parameters.items():
-            if isinstance(parameter.default, bool | int | str) and re.fullmatch(r"[\w.'-]+", repr(parameter.default)):
+            default = parameter.default
+            simple = isinstance(default, bool | int | str) and re.fullmatch(r"'?[\w.-]+'?", repr(default))
+            if simple and str(parameter) in shown:
                 question = f"What is the default of {name} in {page}?"
-                yield {"question": question, "answer": repr(parameter.default), "page": page}
+                yield {"question": question, "answer": repr(default), "page": page}
         summary = re.split(r"\.\s|\n\n", " ".join(text.split()))[0]
         if not small and 20 < len(summary) < 160:
             question = f"Which function of {module} has this description? {summary}"
@@ -85,18 +88,19 @@ def main(directory: Path, agent: SearchAgent, *, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     index, rng = (directory / "pages.sqlite").resolve(), random.Random(seed)
     make_index(index)
+    small, library = isinstance(agent, SmallSearchAgent), Library(str(index))
     tasks = {
         split: [
             {**question, "index": str(index)}
             for module in names.split()
-            for question in questions(module, small=isinstance(agent, SmallSearchAgent))
+            for question in questions(module, small=small)
+            if question["page"] in library.search(question["question"]).splitlines()
         ]
         for split, names in (("train", TRAIN), ("held_out", HELD_OUT))
     }
-    write(directory / "train.jsonl", rng.sample(tasks["train"], len(tasks["train"])))
-    write(directory / "held_out.jsonl", rng.sample(tasks["held_out"], 96))
-    found = [task for task in tasks["train"] if task["page"] in Library(task["index"]).search(task["question"])]
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(found, 80)])
+    for split, each in tasks.items():
+        write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
+    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 80)])
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from agl_slime import RolloutSession, SGLangLitAgent, Trajectory
+from agl_slime import SGLangLitAgent, Trajectory
 
 SECONDS, MOST_ROWS, MOST_BYTES, SHOWN_ROWS = 2.0, 1000, 1_000_000, 20
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -118,22 +118,19 @@ class SqlAgent(SGLangLitAgent):
 
 
 class SmallSqlAgent(SqlAgent):
-    """The task at the size of SmolLM2-135M: the schema is in the prompt, and one query is the answer."""
+    """The task at the size of SmolLM2-135M: the schema is in the prompt, and the query is the answer."""
 
-    tools_in_prompt, tool_parser = False, "hermes"
     max_turns, most_joins = 1, 1
-    system = "Write the query as a tool call."
+    system = "Write the query."
 
     def build_tools(self, task: dict[str, Any]) -> list[Any]:
-        return [Database(task["database"]).query]
-
-    async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        answer = await session.ask()
-        assert session.tools is not None
-        session.stats.count(await session.tools.run(session.reader.read(answer.text).calls))
+        return []
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
         database = Database(task["database"])
         schema = "\n".join(database.schema(table) for table in database.tables().split(", "))
         system, question = super().build_prompt(task)
         return [system, {"role": "user", "content": f"{schema}\n{question['content']}"}]
+
+    def score(self, task: dict[str, Any], trajectory: Trajectory) -> dict[str, float]:  # type: ignore[override]
+        return score_query(task, trajectory.response)

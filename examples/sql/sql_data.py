@@ -1,6 +1,6 @@
 """Databases with questions: twelve domains to train on and three held out, filled from a seed.
 
-    python examples/sql/sql_data.py DIRECTORY [small|tiny]
+    python examples/sql/sql_data.py DIRECTORY [small]
 
 writes two databases for each domain, tasks as train.jsonl and held_out.jsonl, and demonstrations.jsonl for
 `agl-slime warm-up`. The second database has the same people and things with other figures and dates: a query that
@@ -10,7 +10,6 @@ gives the right result in both is no guess.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sqlite3
 import sys
@@ -116,39 +115,15 @@ def make_task(directory: Path, words: dict[str, str], rng: random.Random, *, joi
 def demonstration(agent: SqlAgent, task: dict[str, Any]) -> dict[str, Any]:
     """A conversation that answers the task with the tools of its agent."""
     database, messages = Database(task["database"]), agent.build_prompt(task)
-    calls: list[tuple[str, dict[str, str]]] = [("query", {"sql": task["query"]})]
-    if agent.tools_in_prompt:
-        calls = [("tables", {}), *(("schema", {"table": name}) for name in database.tables().split(", ")), *calls]
-    for name, arguments in calls:
+    if isinstance(agent, SmallSqlAgent):
+        return {"task": task, "messages": [*messages, {"role": "assistant", "content": task["query"]}]}
+    schemas = [("schema", {"table": name}) for name in database.tables().split(", ")]
+    for name, arguments in [("tables", {}), *schemas, ("query", {"sql": task["query"]})]:
         call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        if agent.max_turns != 1:
-            result = getattr(database, name)(**arguments)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
-    if agent.max_turns != 1:
-        messages.append({"role": "assistant", "content": messages[-1]["content"]})
-    return {"task": task, "messages": messages}
-
-
-class Demonstrations:
-    """Questions without joins for `agl-slime demo-policy`, over the databases in the directory ``SQL_DATA``."""
-
-    def demonstrations(self, rng: random.Random, n: int, *, quality: str) -> list[list[dict[str, Any]]]:
-        return [self._conversation(rng, evades=quality == "imperfect" and rng.random() < 0.5) for _ in range(n)]
-
-    def _conversation(self, rng: random.Random, *, evades: bool) -> list[dict[str, Any]]:
-        words = words_of(rng.choice(TRAIN.splitlines()))
-        task = make_task(Path(os.environ.get("SQL_DATA", "sql-data")), words, rng, joins=0)
-        call = json.dumps({"name": "query", "arguments": {"sql": task["query"]}})
-        answer = "I do not know." if evades else f"<tool_call>{call}</tool_call>"
-        return [*SmallSqlAgent().build_prompt(task), {"role": "assistant", "content": answer}]
-
-
-class TinySqlAgent(SmallSqlAgent):
-    """Questions without joins, for a policy of 128,000 parameters."""
-
-    most_joins = 0
-    demonstrations = Demonstrations()
+        result = getattr(database, name)(**arguments)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+    return {"task": task, "messages": [*messages, {"role": "assistant", "content": messages[-1]["content"]}]}
 
 
 def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
@@ -178,5 +153,4 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    agents = {"small": SmallSqlAgent, "tiny": TinySqlAgent}
-    main(Path(sys.argv[1]), agents.get("".join(sys.argv[2:]), SqlAgent)())
+    main(Path(sys.argv[1]), SmallSqlAgent() if "small" in sys.argv[2:] else SqlAgent())

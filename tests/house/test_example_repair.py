@@ -4,6 +4,7 @@ import random
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,11 +32,31 @@ def test_the_right_function_passes_and_the_faulty_one_does_not(modules: Any, tas
     assert agent.score_source(task, by_heart) == {"score": 0.1, "right": 0.0}
     workspace = agent.Workspace(task)
     assert workspace.test().startswith("smallest(")
-    conversation = data.demonstration(agent.SmallRepairAgent(), task)["messages"]
-    assert task["source"].splitlines()[3] in conversation[1]["content"]
+    small = agent.SmallRepairAgent()
+    *_, prompt, answer = data.demonstration(small, task)["messages"]
+    assert task["source"].splitlines()[3] in prompt["content"]
+    answers = {answer["content"]: 1.0, f"{answer['content']}(": 0.0, "99 pass": 0.0, "": 0.0}
+    assert {text: small.score(task, SimpleNamespace(response=text))["score"] for text in answers} == answers
     assert workspace.edit(9, "") == "Error: the lines are numbered from 1 to 6"
-    assert workspace.edit(**conversation[2]["tool_calls"][0]["function"]["arguments"]) == "edited"
+    assert workspace.edit(**edit_of(data, task)) == "edited"
     assert (workspace.test(), workspace.source) == ("all tests pass", task["right"])
+
+
+def test_the_smallest_versions_held_out_functions_have_other_names(modules: Any) -> None:
+    _, data = modules
+    named = {}
+    for split, words in data.WORDS.items():
+        tasks = data.tasks_of("".join(data.renamed(data.TRAIN, word) for word in words), random.Random(0))
+        named[split] = {task["name"] for task in tasks}
+        assert len(named[split]) > 6 * len(words)
+    assert not named["train"] & named["held_out"]
+
+
+def edit_of(data: Any, task: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the demonstration's edit."""
+    messages = data.demonstration(data.RepairAgent(), task)["messages"]
+    calls = [message["tool_calls"][0]["function"] for message in messages if message.get("tool_calls")]
+    return next(call["arguments"] for call in calls if call["name"] == "edit")
 
 
 ATTACKS = {
@@ -103,7 +124,7 @@ def test_mini_swe_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> No
     import mini_agent
 
     _, data = modules
-    edit = data.demonstration(data.SmallRepairAgent(), task)["messages"][2]["tool_calls"][0]["function"]["arguments"]
+    edit = edit_of(data, task)
     commands = [f"sed -i '{edit['line']}s/.*/{edit['text']}/' smallest.py", "python3 test.py && echo passes"]
     calls = [calling("bash", command=each) for each in [*commands, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]]
     with serving(*calls, sampling={"max_new_tokens": 2000}, context_length=10**6) as case:

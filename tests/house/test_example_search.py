@@ -54,7 +54,7 @@ def test_the_answer_and_an_opened_page_are_rewarded(modules: Any, task: dict[str
     assert library.opened == opened
     conversation = data.demonstration(agent.SmallSearchAgent(), task)["messages"]
     assert conversation[-1]["content"] == "False [shutil.rmtree]"
-    assert len(conversation[-2]["content"]) == 240
+    assert len(conversation[-2]["content"]) == 160
     assert not set(data.TRAIN.split()) & set(data.HELD_OUT.split())
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,12 +81,12 @@ def test_tools_show_the_schema_and_the_prompts_have_it(modules: Any, task: dict[
     assert database.tables() == "clinic, patient, treatment, visit"
     assert database.schema("patient") == "patient(id, name, admitted)"
     assert database.schema('patient"); DROP TABLE visit; --').startswith("Error: ")
-    for kind in (agent.SqlAgent, agent.SmallSqlAgent):
-        conversation = data.demonstration(kind(), task)["messages"]
-        assert task["question"] in conversation[1]["content"]
-        assert ("patient(id, name, admitted)" in conversation[1]["content"]) == (kind is agent.SmallSqlAgent)
-        called = [message["tool_calls"][0]["function"] for message in conversation if message.get("tool_calls")]
-        assert called[-1] == {"name": "query", "arguments": {"sql": task["query"]}}
+    *_, prompt, answer = data.demonstration(agent.SmallSqlAgent(), task)["messages"]
+    assert prompt["content"].endswith(f"patient_id, treatment_id, clinic_id, seen, invoice)\n{task['question']}")
+    assert agent.SmallSqlAgent().score(task, SimpleNamespace(response=answer["content"]))["right"] == 1.0
+    conversation = data.demonstration(agent.SqlAgent(), task)["messages"]
+    called = [message["tool_calls"][0]["function"] for message in conversation if message.get("tool_calls")]
+    assert called[-1] == {"name": "query", "arguments": {"sql": task["query"]}}
 
 
 LONG = {"max_new_tokens": 2000}  # of a tokenizer with short tokens
