@@ -103,7 +103,9 @@ def test_tasks_are_drawn_more_often_while_they_teach() -> None:
 
 
 def test_new_tasks_of_a_kind_that_teaches_are_drawn_more_often() -> None:
-    drawing, drawn = cursor([{"n": n, "kind": f"of {n % 10}"} for n in range(2000)]), list[Any]()
+    """A hundred of the tasks are listed twice."""
+    tasks = [{"n": n % 1900, "kind": f"of {n % 10}"} for n in range(2000)]
+    drawing, drawn = cursor(tasks), list[Any]()
     for _ in range(100):
         drawn += (batch := drawing.take(4))
         drawing.learned([group(each, *([0.0, 1.0] if each.task["n"] % 10 == 3 else [1.0] * 2)) for each in batch])
