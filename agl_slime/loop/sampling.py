@@ -63,9 +63,9 @@ class LearnableTasks:
         order = [*listed]
         random.Random(f"{seed}:order").shuffle(order)
         keys = [task_key(task) for task in order]
-        unequal = dict(zip(keys, order, strict=True))
-        self._tasks: list[Task] = [*unequal.values()]
-        self._index = {key: place for place, key in enumerate(unequal)}
+        distinct = dict(zip(keys, order, strict=True))
+        self._tasks: list[Task] = [*distinct.values()]
+        self._index = {key: place for place, key in enumerate(distinct)}
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, self._tasks)))}
         self._kinds = np.array([kinds[_kind(task)] for task in self._tasks], dtype=np.int64)  # of rows; of a source's 0
         self._table = np.zeros((len(self._index), 6))
