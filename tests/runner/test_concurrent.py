@@ -5,7 +5,6 @@ import asyncio
 import random
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,19 @@ from tests.runner.function_agents import (
 async def test_slow_starting_agents_do_not_delay_each_others_connections() -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
+    started, between = list[int](), list[int]()
 
     async def work(task: int) -> float:
-        time.sleep(0.15)  # noqa: ASYNC251 - the cost of making a client
-        await asyncio.wait_for(asyncio.open_connection(host, port), 0.6)  # those of one claim take 1.2 s in a row
+        started.append(task)  # here it makes a client, which blocks the loop
+        number = len(started)
+        await asyncio.open_connection(host, port)
+        between.append(len(started) - number)
         return 1.0
 
     async with server, running(FnAgent(work), gateway=GatewaySettings()) as store:
         assert {rollout.status for rollout in await finished(store, range(16))} == {"succeeded"}
+    assert len(between) == 16
+    assert max(between) < 5  # starts of others before a connection
 
 
 async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -> None:
