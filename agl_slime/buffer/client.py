@@ -147,8 +147,8 @@ async def write_items(
     running: set[asyncio.Task[None]] = set()
     async with BufferWriter(url=url) as writer:
         try:
-            for place in planned:
-                running.add(asyncio.create_task(make_and_write(*place)))
+            for row, epoch, member in planned:
+                running.add(asyncio.create_task(make_and_write(row, epoch, member)))
                 if len(running) >= limit:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     await asyncio.gather(*done)

@@ -20,6 +20,13 @@ def task(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return {**next(each for each in questions if each["page"] == "shutil.rmtree"), "index": str(index)}
 
 
+def test_no_answer_is_matched_by_an_empty_one(modules: Any) -> None:
+    agent, data = modules
+    tasks = [task for name in ("difflib", "shutil") for task in data.questions(name, small=True)]
+    assert len(tasks) > 10
+    assert [task for task in tasks if agent.score_answer(task, "", set())["score"]] == []
+
+
 QUERIES = ['"', "shutil AND (", "name: rmtree NEAR(", "-*^", "", "a " * 50_000, "\0rmtree", "); DROP TABLE pages", "_"]
 
 
