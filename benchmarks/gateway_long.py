@@ -339,7 +339,7 @@ class Messages(Protocol):
     def parts(self) -> tuple[bytes, bytes, bytes]:
         functions = [tool["function"] for tool in self.tools]
         tools = [{**each, "input_schema": each["parameters"]} for each in functions]
-        head = {"max_tokens": 64, "system": self.system, "messages": []}
+        head = {"max_tokens": 128, "system": self.system, "messages": []}
         rest = {"model": "auto", "stream": self.stream, "tools": tools}
         first = {"role": "user", "content": words(24)}
         return orjson.dumps(head)[:-2], orjson.dumps(first), b"]," + orjson.dumps(rest)[1:]
@@ -392,7 +392,7 @@ class Completions(Protocol):
     path, joint = "openai/v1/completions", b""
 
     def parts(self) -> tuple[bytes, bytes, bytes]:
-        rest = orjson.dumps({"model": "auto", "stream": self.stream, "max_tokens": 64})
+        rest = orjson.dumps({"model": "auto", "stream": self.stream, "max_tokens": 128})
         return b'{"prompt":"', orjson.dumps(self.system)[1:-1], b'",' + rest[1:]
 
     def heard(self, answer: bytes) -> tuple[list[Any], int]:
