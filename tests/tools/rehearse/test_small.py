@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agl_slime.tools.rehearse.megatron.small import shrink, small_layout, small_sizes, values_of
+from agl_slime.tools.rehearse.megatron.small import PARALLEL, shrink, small_layout, small_sizes, values_of
 
 DENSE = "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --vocab-size 151936"
 EXPERTS = f"{DENSE} --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-layer-freq [0]*3+[1]*33"
@@ -55,13 +55,8 @@ def test_a_vocabulary_is_padded_where_the_scripts_is(vocabulary: int, divisor: i
 
 def test_a_checkpoint_that_differs_from_the_options_still_does():
     config = {"model_type": "qwen3_moe", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config |= {
-        "first_k_dense_replace": 4,
-        "head_dim": 128,
-        "num_hidden_layers": 36,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-    }
+    config |= {"first_k_dense_replace": 4, "head_dim": 128, "num_hidden_layers": 36, "vocab_size": 151936}
+    config["rms_norm_eps"] = 1e-6
     flags = f"{EXPERTS} --num-query-groups 4 --kv-channels 128".split()
     small = shrink(flags, gpus=8, tokens=460, config=config)
     assert small.options["num-query-groups"] == 2 != small.config["num_key_value_heads"]
@@ -76,11 +71,5 @@ def values(flags: str) -> dict[str, str]:
 
 
 def long_of(flags: str) -> str:
-    names = {
-        "tp": "tensor-model",
-        "pp": "pipeline-model",
-        "ep": "expert-model",
-        "cp": "context",
-        "etp": "expert-tensor",
-    }
+    names = {short: long for long, short in PARALLEL.items()}
     return " ".join(f"--{names[part.split()[0]]}-parallel-size {part.split()[1]}" for part in flags.split(", ") if part)

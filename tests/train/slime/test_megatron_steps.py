@@ -36,11 +36,8 @@ def test_a_step_is_replayed_with_its_figures(name: str, logs: dict[str, Any], di
     config = ReplayConfig(run_dir=directory / name, step=0, model=directory / "policy")
     result = replay_dump(config, slime_flags=flags)
     apart = {comparison.name: comparison.difference for comparison in result.comparisons}
-    assert {
-        "normalized rewards",
-        "advantages",
-        "the checkpoint's log-probs",
-    } <= apart.keys()  # the last by transformers
+    by_transformers = "the checkpoint's log-probs"
+    assert {"normalized rewards", "advantages", by_transformers} <= apart.keys()
     assert apart == pytest.approx(dict.fromkeys(apart, 0.0), abs=1e-5)
     compared = logs[name].keys() & result.computed.keys()
     assert compared >= {f"train/{figure}" for figure in ("loss", "pg_clipfrac", "ppo_kl", "grad_norm", "entropy_loss")}

@@ -25,16 +25,8 @@ _NAMES |= {"topk_group": "moe-router-group-topk", "q_lora_rank": "q-lora-rank", 
 _NAMES |= {"qk_nope_head_dim": "qk-head-dim", "qk_rope_head_dim": "qk-pos-emb-head-dim", "v_head_dim": "v-head-dim"}
 _NAMES |= {"shared_expert_intermediate_size": "moe-shared-expert-intermediate-size"}
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-_UNREAD = [
-    "layer_types",
-    "mlp_layer_types",
-    "eos_token_id",
-    "quantization_config",
-    "auto_map",
-    "torch_dtype",
-    "dtype",
-    "architectures",
-]
+_UNREAD = ["layer_types", "mlp_layer_types", "eos_token_id", "quantization_config", "auto_map", "torch_dtype"]
+_UNREAD += ["dtype", "architectures"]
 _MARKS = [f"{mark}_token_id" for mark in ("image", "video", "vision_start", "vision_end")]
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
 
