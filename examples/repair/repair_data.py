@@ -158,7 +158,7 @@ def main(directory: Path, agent: RepairAgent, *, seed: int = 0) -> None:
     tasks = {split: [*tasks_of(each, rng)] for split, each in functions.items()}
     for split, each in tasks.items():
         write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 80)])
+    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 40)])
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
