@@ -1,6 +1,6 @@
 """Databases with questions: twelve domains to train on and three held out, filled from a seed.
 
-    python examples/sql/sql_data.py DIRECTORY [small]
+    python examples/sql/sql_data.py DIRECTORY [small|foreign]
 
 writes two databases for each domain, tasks as train.jsonl and held_out.jsonl, and demonstrations.jsonl for
 `agl-slime warm-up`. The second database has the same people and things with other figures and dates: a query that
@@ -112,21 +112,27 @@ def make_task(directory: Path, words: dict[str, str], rng: random.Random, *, joi
             return {"database": str(paths[0]), "question": question, "query": query, "joins": int(n_joins)}
 
 
-def demonstration(agent: SqlAgent, task: dict[str, Any]) -> dict[str, Any]:
-    """A conversation that answers the task with the tools of its agent."""
+def demonstration(agent: SqlAgent, task: dict[str, Any], *, foreign: bool = False) -> dict[str, Any]:
+    """A conversation that answers the task with the tools of its agent, or of ``langgraph_agent.answer_small``."""
     database, messages = Database(task["database"]), agent.build_prompt(task)
+    if foreign:
+        return {"messages": [*messages, calling(0, "sql_db_query", query=task["query"])]}
     if isinstance(agent, SmallSqlAgent):
         return {"task": task, "messages": [*messages, {"role": "assistant", "content": task["query"]}]}
     schemas = [("schema", {"table": name}) for name in database.tables().split(", ")]
     for name, arguments in [("tables", {}), *schemas, ("query", {"sql": task["query"]})]:
-        call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        result = getattr(database, name)(**arguments)
-        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+        call, result = calling(len(messages), name, **arguments), getattr(database, name)(**arguments)
+        (made,) = call["tool_calls"]
+        messages += [call, {"role": "tool", "tool_call_id": made["id"], "name": name, "content": result}]
     return {"task": task, "messages": [*messages, {"role": "assistant", "content": messages[-1]["content"]}]}
 
 
-def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
+def calling(number: int, name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def main(directory: Path, agent: SqlAgent, *, foreign: bool = False, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     domains = {"train": [*map(words_of, TRAIN.splitlines())], "held_out": [*map(words_of, HELD_OUT.splitlines())]}
@@ -144,7 +150,8 @@ def main(directory: Path, agent: SqlAgent, *, seed: int = 0) -> None:
 
     write(directory / "train.jsonl", tasks("train", 360))
     write(directory / "held_out.jsonl", tasks("held_out", 96))
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in tasks("train", 80)])
+    demonstrations = [demonstration(agent, task, foreign=foreign) for task in tasks("train", 80)]
+    write(directory / "demonstrations.jsonl", demonstrations)
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
@@ -153,4 +160,4 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), SmallSqlAgent() if "small" in sys.argv[2:] else SqlAgent())
+    main(Path(sys.argv[1]), SmallSqlAgent() if sys.argv[2:] else SqlAgent(), foreign="foreign" in sys.argv[2:])

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from agl_slime import SGLangLitAgent
+from agl_slime.tools.warm_up.recorded import read_conversations
 from tests.harness.gateway import calling, one_sample, serving
+from tests.harness.tokenizers import small_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sql"
 
@@ -104,3 +107,20 @@ def test_langgraphs_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> 
     ) as case:
         assert asyncio.run(langgraph_agent.answer(task, case.llm)) == {"score": 1.0, "right": 1.0}
         one_sample(case, 4)
+
+
+def test_the_warm_up_sees_the_tokens_of_langgraphs_agent(modules: Any, task: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("langchain_community", reason="plays: pip install langchain langchain-openai")
+    import langgraph_agent
+
+    agent, data = modules
+    tokenizer = small_tokenizer((EXAMPLE / "tools.jinja").read_text())
+    tokenizer.save_pretrained(tmp_path)
+    row = data.demonstration(agent.SmallSqlAgent(), task, foreign=True)
+    ((sample,),) = asyncio.run(read_conversations([row], agent=SGLangLitAgent(), model=str(tmp_path)))
+    call = calling("sql_db_query", query=task["query"]).replace("\n", "")
+    with serving(call, tokenizer=tokenizer, sampling=LONG, context_length=10**6) as case:
+        assert asyncio.run(langgraph_agent.answer_small(task, case.llm)) == {"score": 1.0, "right": 1.0}
+        (turn,) = case.turns
+    assert [*turn.prompt_ids, *turn.response_ids] == sample.tokens
+    assert len(turn.response_ids) == sample.response_length == sum(sample.loss_mask)
