@@ -2,8 +2,8 @@
 
     python -m tests.programs.slime.steps DIRECTORY
 
-Each case becomes DIRECTORY/NAME, with slime's dumps and the weights after the step. What slime logs of a case's last
-step is the result, by the case's name.
+Each case becomes DIRECTORY/NAME, with slime's dumps and the weights after the step; DIRECTORY/converted is a checkpoint
+by slime's tool. What slime logs of a case's last step is the result, by the case's name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from agl_slime.support.net import free_port
 from agl_slime.tools.rehearse.megatron.__main__ import prepare
 from agl_slime.tools.rehearse.megatron.flags import as_flags, run_flags
 from agl_slime.types import Sample
-from tests.harness.slime_programs import report
+from tests.harness.slime_programs import report, require_slime
 from tests.harness.trainer_policy import make_model, make_samples
 
 TEACHER = "TEACHER"  # in flags: the directory of the teacher's checkpoint
@@ -94,7 +95,12 @@ def main(directory: Path) -> None:
     for name in RESUMES:
         layout = {"flags": LAYOUTS.get(name, ""), "world": 1 + (name in LAYOUTS)}
         cases.append(Case(name=f"{name}_later", steps=(1,), saved=saved, **layout))
-    report({case.name: run(directory, case) for case in cases})
+    logs = {case.name: run(directory, case) for case in cases}
+    places = {"input-dir": saved / "iter_0000000", "origin-hf-dir": directory / "policy"}
+    places["output-dir"] = directory / "converted" / "weights"
+    sys.argv[1:] = as_flags(places)
+    run_path(str(require_slime() / "tools" / "convert_torch_dist_to_hf.py"), run_name="__main__")
+    report(logs)
 
 
 def begin() -> None:

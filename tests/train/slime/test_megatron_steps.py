@@ -60,13 +60,14 @@ def test_an_autopsy_tells_the_engines_noise_from_megatrons_log_probs(logs: dict[
 
 # Adam's first step is a gradient over its own size, which makes sums in another order visible
 STEPPED = [(name, "grpo", 1e-4 if name == "cp2" else 5e-5) for name in LAYOUTS]
+STEPPED.append(("converted", "grpo", 1e-9))
 
 
 @pytest.mark.parametrize(
     ("name", "expected", "within"), [*STEPPED, *((f"{name}_later", "two_steps", 1e-6) for name in RESUMES)]
 )
 def test_weights_are_the_one_ranks(name: str, expected: str, within: float, logs: dict[str, Any], directory: Path):
-    """Of layouts after a step, and of a second step from a checkpoint of the first."""
+    """Of layouts after a step, of its checkpoint by slime's converter, and of a second step from the checkpoint."""
     before, ours, theirs = (weights(directory / part) for part in ("policy", f"{name}/weights", f"{expected}/weights"))
     assert ours.keys() - theirs.keys() <= {"lm_head.weight"}  # of a tied model, by slime under pp
     for key, value in theirs.items():
