@@ -8,9 +8,10 @@ other turns counts for nothing. A supervised warm-up gives it the format, a righ
 and values that are copied well. *Mass* is the decisive turn's share of the sum of the advantages' magnitudes, in the
 first iteration and over all. Rollouts are counted until 256 held-out ones have a mean reward of ``--goal``.
 
-*answer* and *pooled* are rewards of turns made from a potential, the probability of the value in the place of the
-reply, which the rollout's reward follows: its step, less the mean step of the group's turns with the same number; and
-its step, normalized by the mean and the spread of all of the group's turns, as in IGPO (arXiv:2510.14967).
+*turn* has a reward for the right key in the decisive turn beside the rollout's, *alone* without the rollout's. *answer*
+and *pooled* are rewards of turns made from a potential, the probability of the value in the place of the reply, which
+the rollout's reward follows: its step, less the mean step of the group's turns with the same number; and its step,
+normalized by the mean and the spread of all of the group's turns, as in IGPO (arXiv:2510.14967).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STEPS = range(8, 8 + TURNS)
 WORDS, KEYS, VALUES = range(20, 28), range(28, 36), range(36, 52)
 PROMPT, TURN = 2, 4  # tokens; a turn is two of the script and two of the policy
 GROUP = 8
-VARIANTS = ("group", "anchor", "answer", "pooled")
+VARIANTS = ("group", "turn", "alone", "anchor", "answer", "pooled")
 
 
 @dataclass
@@ -91,7 +92,7 @@ def demonstrations(tasks: Tasks, rng: torch.Generator, *, right: float) -> Tenso
     return ids
 
 
-def make_policy(directory: Path, *, steps: int = 500) -> Path:
+def make_policy(directory: Path) -> Path:
     """A policy that was trained on the replies of demonstrations."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -107,8 +108,17 @@ def make_policy(directory: Path, *, steps: int = 500) -> Path:
         initializer_range=0.1,
     )
     model, rng = AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(1)
+    for steps in (500, 300):  # a second round, so that nearly all values are copied
+        warm_up(model, rng, steps)
+    model.save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def warm_up(model: Any, rng: torch.Generator, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 4e-3 * (1 - step / steps)
         ids = demonstrations(Tasks.draw(64, rng), rng, right=0.25)
         logits = model(ids).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
@@ -116,11 +126,7 @@ def make_policy(directory: Path, *, steps: int = 500) -> Path:
         said[: PROMPT - 1] = False
         optimizer.zero_grad()
         losses[:, said].mean().backward()
-        optimizer.param_groups[0]["lr"] = 4e-3 * (1 - step / steps)
         optimizer.step()
-    model.save_pretrained(directory)
-    (directory / "tokenizer_config.json").write_text("{}")
-    return directory
 
 
 @torch.no_grad()
@@ -176,18 +182,75 @@ def steps_of(potential: Tensor, rewards: Tensor, *, pooled: bool) -> np.ndarray:
     return steps.flatten(0, 1).numpy().astype(np.float64)
 
 
+def rewards_of_turns(tasks: Tasks, ids: Tensor, rewards: Tensor) -> np.ndarray:
+    """``[n, turns]``: 1 for the right key in the decisive turn, 0 for a value that was not copied in the last, else
+    constant."""
+    replies = ids[:, PROMPT:].unflatten(1, (TURNS, TURN))[:, :, 2:]
+    right = (replies[:, :, 0] == CALL) & (replies[:, :, 1] == tasks.keys[:, None])
+    of_turns = (right & (torch.arange(TURNS) == tasks.turns[:, None])).float()
+    of_turns[:, -1] = 1 - of_turns.sum(1) * (1 - rewards)
+    return of_turns.numpy().astype(np.float64)
+
+
 def mass(samples: list[Sample], decisive: list[int], rule: dict[str, Any]) -> np.ndarray:
     """The sum of the advantages' magnitudes in the decisive turns, and in all."""
     values = np.abs(token_advantages(samples, **rule)).reshape(len(samples), TURNS, TURN)[:, :, 2:].sum(2)
     return np.array([values[range(len(samples)), decisive].sum(), values.sum()])
 
 
+def rule_of(variant: str) -> dict[str, Any]:
+    credit = {"answer": "group", "pooled": "group", "alone": "turn"}.get(variant, variant)
+    return {"credit": credit, "normalized": variant not in ("answer", "pooled")}
+
+
+def rewarded(model: Any, tasks: Tasks, ids: Tensor, log_probs: Tensor, rewards: Tensor, variant: str) -> list[Sample]:
+    """The Samples of a batch with the variant's rewards."""
+    steps = None
+    if variant in ("answer", "pooled"):
+        steps = steps_of(potentials(model, tasks, ids), rewards, pooled=variant == "pooled")
+    elif variant in ("turn", "alone"):
+        steps = rewards_of_turns(tasks, ids, rewards)
+    return samples_of(ids, log_probs, torch.zeros_like(rewards) if variant == "alone" else rewards, steps)
+
+
+def gradients(policy: Path, options: argparse.Namespace) -> None:
+    """Signal and noise of the first policy's gradients: each batch has the same rollouts under all variants. The cosine
+    is with the mean gradient of ``group``, which is the reward's own, over the other half of the batches."""
+    model, rng = AutoModelForCausalLM.from_pretrained(policy), torch.Generator().manual_seed(123)
+    rows: dict[str, list[Tensor]] = {variant: [] for variant in options.variants}
+    said = torch.tensor([0, 0, 1, 1] * TURNS)
+    for _ in range(options.batches):
+        tasks = Tasks.draw(options.groups, rng, copies=GROUP)
+        ids, log_probs, rewards = play(model, tasks, rng)
+        scores = model(ids).logits[:, PROMPT - 1 : -1].log_softmax(-1).gather(2, ids[:, PROMPT:, None]).squeeze(2)
+        for variant, of_batches in rows.items():
+            batch = rewarded(model, tasks, ids, log_probs, rewards, variant)
+            advantages = torch.from_numpy(np.array(token_advantages(batch, **rule_of(variant)))).float()
+            loss = (advantages * said * scores).mean()
+            of_parameters = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            of_batches.append(torch.cat([gradient.flatten() for gradient in of_parameters]))
+    half = options.batches // 2
+    means = [torch.stack(rows["group"][part]).mean(0) for part in (slice(half, None), slice(half))]
+    length = (means[0] @ means[1]).sqrt()  # without the noise, which the halves do not share
+    table = Table(title=f"gradients of {options.batches} batches of {options.groups} groups of {GROUP}")
+    for column in ("credit", "signal² / noise²", "cosine with the reward's gradient"):
+        table.add_column(column, justify="right")
+    for variant, of_batches in rows.items():
+        halves = [torch.stack(of_batches[part]) for part in (slice(half), slice(half, None))]
+        signal = halves[0].mean(0) @ halves[1].mean(0)
+        noise = torch.cat(halves).square().sum(1).mean() - signal
+        cosines = torch.cat([part @ mean / part.norm(dim=1) for part, mean in zip(halves, means, strict=True)]) / length
+        spread = cosines.std() / options.batches**0.5
+        table.add_row(variant, f"{signal / noise:.3f}", f"{cosines.mean():.2f} ± {spread:.2f}")
+    console.print(table)
+
+
 def run(policy: Path, variant: str, seed: int, options: argparse.Namespace) -> tuple[int, float, float, float, float]:
     """Rollouts to the goal (all, if it was not reached), the mass in the first iteration and over all, the last
     held-out reward, and the share of the time that the potentials took."""
-    shaped = variant in ("answer", "pooled")
-    rule: dict[str, Any] = {"credit": "group" if shaped else variant}
-    settings = LocalTrainerSettings(lr=options.lr, rewards_normalization=not shaped, **rule)
+    rule = rule_of(variant)
+    normalized = rule.pop("normalized")
+    settings = LocalTrainerSettings(lr=options.lr, rewards_normalization=normalized, **rule)
     trainer = LocalTrainer(model_path=policy, settings=settings, torch_threads=1, seed=seed)
     model = AutoModelForCausalLM.from_pretrained(policy)
     rng, held_out = torch.Generator().manual_seed(seed), 0.0
@@ -195,15 +258,14 @@ def run(policy: Path, variant: str, seed: int, options: argparse.Namespace) -> t
     while held_out < options.goal and len(sums) < options.iterations:
         tasks = Tasks.draw(options.groups, rng, copies=GROUP)
         ids, log_probs, rewards = play(model, tasks, rng)
-        started, steps = time.monotonic(), None
-        if shaped:
-            steps = steps_of(potentials(model, tasks, ids), rewards, pooled=variant == "pooled")
+        started = time.monotonic()
+        batch = rewarded(model, tasks, ids, log_probs, rewards, variant)
         scoring_s += time.monotonic() - started
-        batch = samples_of(ids, log_probs, rewards, steps)
-        sums.append(mass(batch, tasks.turns.tolist(), {**rule, "normalized": not shaped}))
+        promising = len(sums) % 2 and rewards.mean() > options.goal - 0.25  # held-out rollouts take half of the time
+        sums.append(mass(batch, tasks.turns.tolist(), rule_of(variant)))
         trainer.train(batch, iteration=len(sums))
         model.load_state_dict(trainer.model.state_dict())
-        if len(sums) % 2 == 0:
+        if promising:
             judged = torch.Generator().manual_seed(10_000 + seed)
             held_out = play(model, Tasks.draw(256, judged), judged)[2].mean().item()
     first, whole = (float(part / max(total, 1e-9)) for part, total in (sums[0], np.sum(sums, axis=0)))
@@ -219,6 +281,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=80)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batches", type=int, default=0, help="compare the gradients of so many, and train nothing")
     parser.add_argument("--policy", type=Path, help="a policy of an earlier warm-up")
     options = parser.parse_args()
     load = f"load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores"
@@ -229,6 +292,9 @@ def main() -> None:
     rows: dict[str, list[tuple[int, float, float, float, float]]] = {variant: [] for variant in options.variants}
     with tempfile.TemporaryDirectory() as directory:
         policy = options.policy or make_policy(Path(directory))
+        if options.batches:
+            gradients(policy, options)
+            return
         for seed in range(options.seeds):
             for variant in options.variants:
                 rows[variant].append(row := run(policy, variant, seed, options))

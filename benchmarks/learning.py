@@ -9,6 +9,7 @@ iteration that reached it. *train s* is the time of the whole command, imports a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -105,26 +106,26 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Rollouts and sampled tokens until the held-out reward is reached, for each variant."""
+    """Rollouts and sampled tokens until the held-out reward is reached, for each variant; the variants in turns."""
     console, table = Console(width=140), Table(title=f"until {options.until} on held-out tasks, {options.agent}")
     columns = ("variant", "seeds", "rollouts", "sampled tokens", "without gradient", "not reached")
     for column in columns:
         table.add_column(column)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    for variant in options.variants:
-        lines = []
-        for seed in seeds:
-            with tempfile.TemporaryDirectory() as directory:
-                lines.append(line := run_until(options, variant, seed, Path(directory)))
-            text = f"{line[0]:.0f} rollouts, {line[1]:.0f} tokens, {line[2]:.2f} without gradient"
-            load = os.getloadavg()[0]
-            console.print(f"{variant or 'default'}, seed {seed}: {text}, reached: {line[3]}, load {load:.1f}")
+    lines: dict[str, list[tuple[float, float, float, bool]]] = {variant: [] for variant in options.variants}
+    for seed, variant in itertools.product(seeds, options.variants):
+        with tempfile.TemporaryDirectory() as directory:
+            lines[variant].append(line := run_until(options, variant, seed, Path(directory)))
+        text = f"{line[0]:.0f} rollouts, {line[1]:.0f} tokens, {line[2]:.2f} without gradient"
+        load = os.getloadavg()[0]
+        console.print(f"{variant or 'default'}, seed {seed}: {text}, reached: {line[3]}, load {load:.1f}")
+    for variant, of_seeds in lines.items():
         cells = []
-        for values in list(zip(*lines, strict=True))[:3]:
+        for values in list(zip(*of_seeds, strict=True))[:3]:
             interval = estimate([*values], rewards=[])
             bounds = "" if interval is None or interval.low is None else f" ({interval.low:.3g} to {interval.high:.3g})"
             cells.append(f"{fmean(values):.3g}{bounds}")
-        table.add_row(variant or "default", str(len(seeds)), *cells, str(sum(not line[3] for line in lines)))
+        table.add_row(variant or "default", str(len(seeds)), *cells, str(sum(not line[3] for line in of_seeds)))
     console.print(table)
     return 0
 

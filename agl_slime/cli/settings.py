@@ -16,6 +16,7 @@ import tyro
 from agl_slime.agent.loading import DEFAULT_AGENT, split_agent
 from agl_slime.cli.models import check_model
 from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, find_setting, flag, name_of
+from agl_slime.data.credit import reward_terms
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.teacher import Teacher
 from agl_slime.engine.client.generation import SamplingParams
@@ -238,6 +239,10 @@ class TrainConfig:
             for name in ("drop_zero_variance", "group_pilot"):
                 why = "which group replaces a dropped one depends on time; use --max-staleness 0, or leave it out"
                 self._refuse(name, why, "deterministic")
+        if any(term.ties for term in reward_terms(self.local.rewards)[1:2]):
+            for name in self._changed("drop_zero_variance", "group_pilot"):
+                why = "drops the groups in which the second reward counts; leave one out"
+                raise ConfigError(f"{flag(name)} with --local.rewards {self.local.rewards}: it {why}")
         if self.runners == "inproc":
             self._refuse("store_host", "the runners are in this process; leave it out, or give other --runners")
         if not (self.local.std_normalization or self.local.rewards_normalization):

@@ -180,7 +180,8 @@ def _sum_of_terms(
         names = [name for name, _ in term.weights]
         having = [each for each in used if isinstance(each[1].reward, Mapping) and {*names} <= each[1].reward.keys()]
         if used and not having:
-            available = sorted({name for _, sample, _ in used for name in _names_of(sample)})
+            named = [sample.reward for _, sample, _ in used if isinstance(sample.reward, Mapping)]
+            available = sorted({name for rewards in named for name in rewards})
             raise RewardError(f"no rollout has the rewards {' and '.join(names)}, only {', '.join(available) or 'one'}")
         alone = len(names) == 1
         values = [
@@ -196,10 +197,6 @@ def _sum_of_terms(
         for (group, _), value in zip(keys, values, strict=True):
             before.setdefault(group, []).append(value)
     return sums
-
-
-def _names_of(sample: Sample) -> list[str]:
-    return [*sample.reward] if isinstance(sample.reward, Mapping) else []
 
 
 def _anchored_parts(samples: Sequence[Sample], fit: Sequence[int], key: str | None) -> list[_Part]:

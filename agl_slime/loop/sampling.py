@@ -108,16 +108,17 @@ class LearnableTasks:
 
     def variances(self) -> np.ndarray:
         """The probable variance of a group's rewards, of each task: that of its rewards so far, beside pseudo rewards
-        with the average variance of its kind."""
-        numbers = self._table[:, _N]
-        decay = 0.5 ** ((self._groups / self._batch_size - self._table[:, _UPDATE]) / _HALF_LIFE)
+        with the average variance of its kind. Another thread may meanwhile add a row."""
+        table = self._table
+        kinds, numbers = self._kinds[: len(table)], table[:, _N]
+        decay = 0.5 ** ((self._groups / self._batch_size - table[:, _UPDATE]) / _HALF_LIFE)
         divisors = np.maximum(numbers, 1e-12)
-        spread = np.maximum(self._table[:, _SQUARES] / divisors - (self._table[:, _SUM] / divisors) ** 2, 0.0)
+        spread = np.maximum(table[:, _SQUARES] / divisors - (table[:, _SUM] / divisors) ** 2, 0.0)
         counts, (low, high) = numbers * decay, self._range or [0.0, 1.0]
         weights = counts / (_PSEUDO_REWARDS + counts)
         average = (weights @ spread + (high - low) ** 2 / 4) / (weights.sum() + 1)
-        of_kinds = np.bincount(self._kinds, weights * spread), np.bincount(self._kinds, weights)
-        expected = ((of_kinds[0] + average) / (of_kinds[1] + 1))[self._kinds]
+        of_kinds = np.bincount(kinds, weights * spread), np.bincount(kinds, weights)
+        expected = ((of_kinds[0] + average) / (of_kinds[1] + 1))[kinds]
         return (_PSEUDO_REWARDS * expected + counts * spread) / (_PSEUDO_REWARDS + counts)
 
     def teaches(self, task: Task) -> bool:
@@ -163,14 +164,12 @@ class LearnableTasks:
 
     def _place(self, task: Task) -> int:
         """The task's row; of a source's, that of its kind."""
-        if self._source is None:
-            return self._at(task_key(task))
-        return self._at(_kind(task))
+        return self._at(task_key(task) if self._source is None else _kind(task))
 
     def _at(self, key: str) -> int:
         if (place := self._index.setdefault(key, len(self._index))) == len(self._table):
+            self._kinds = np.append(self._kinds, 0)  # first, for ``variances`` in another thread
             self._table = np.vstack([self._table, [[0, 0, 0, 0, -1, 0]]])
-            self._kinds = np.append(self._kinds, 0)
         return place
 
 

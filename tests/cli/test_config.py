@@ -28,8 +28,7 @@ from tests.harness.examples import examples
 URL = "http://x:1"
 SLIME = {"trainer": "slime"}
 NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization=False)
-
-
+TIES = LocalTrainerSettings(rewards="right,format?")
 REPEATED: dict[str, Any] = {"deterministic": True, "max_staleness": 1}
 
 
@@ -54,11 +53,13 @@ REPEATED: dict[str, Any] = {"deterministic": True, "max_staleness": 1}
         ({"weight_pause": "in_place"}, "^--weight-pause with --trainer local: nothing is sampled while"),
         ({**REPEATED, "drop_zero_variance": True}, "^--drop-zero-variance with --deterministic True: which group"),
         ({**REPEATED, "group_pilot": 2}, "^--group-pilot with --deterministic True: which group"),
+        ({"local": TIES, "group_pilot": 2}, r"^--group-pilot with --local.rewards right,format\?: it drops the groups"),
         ({"eval_interval": 0, "eval_tasks": Path("t")}, "^--eval-tasks with --trainer local: there are no validations"),
         ({"store_host": "10.0.0.1"}, "^--store-host with --trainer local: the runners are in this process"),
         ({"local": NO_REWARDS}, r"^--local\.no-std-normalization: with --local\.no-rewards-normalization"),
         ({**SLIME, "resume": True, "output_dir": Path("x")}, "^--resume with --trainer slime: slime keeps its own"),
         ({**SLIME, "env": "x"}, "^--env x with --trainer slime: .* take --trainer local"),
+        ({**SLIME, "group_pilot": 2}, "^--group-pilot with --trainer slime: both processes must agree on groups"),
         ({**SLIME, "weight_pause": "in_place"}, "^--weight-pause with --trainer slime"),
         ({**SLIME, "engine": "sglang"}, "^--engine with --trainer slime: slime starts its own engines"),
         ({**SLIME, "local": LocalTrainerSettings(lr=1e-3)}, "^--local.lr 0.001 with --trainer slime"),

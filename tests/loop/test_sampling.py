@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,6 +123,16 @@ def test_a_kind_that_teaches_is_drawn_more_often() -> None:
         drawing.learned([group(each, *([0.0, 1.0] if each.task["n"] % 4 == 2 else [0.0, 0.0])) for each in drawn])
     assert numbers[2] > 0.5 * numbers.total()
     assert len(numbers) == 4
+
+
+def test_variances_are_read_while_a_kind_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the data source's thread, which asks whether a pilot's task teaches, beside a draw."""
+    sampler = LearnableTasks(as_task_source(kinds), seed=0, batch_size=4)
+    for name in ("vstack", "append"):
+        add = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *args, add=add: (sampler.variances(), add(*args))[1])
+    sampler.next()
+    assert len(sampler.variances()) == 4
 
 
 def test_without_learnable_nothing_is_kept_and_the_order_is_as_it_was() -> None:

@@ -162,7 +162,8 @@ class PluginSettings(BaseModel):
         for name in ("tasks", "teacher_url", "max_staleness", "drop_zero_variance", *_PATHS):
             path = _PATHS.get(name, name)
             value, default = (attrgetter(path)(each) for each in (self, defaults))
-            if path.partition(".")[0] not in ("controller", "loop") and value != default:
+            has_effect = path.partition(".")[0] in ("controller", "loop") and name != "task_sampling"
+            if value != default and not has_effect:
                 reason = "slime draws and groups the prompts; leave it out, or use generate_rollout"
                 raise ConfigError(f"agl_{name} has no effect with agl_slime.slime_hooks.generate: {reason}")
 

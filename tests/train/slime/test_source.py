@@ -1,6 +1,8 @@
 """``AGLDataSource(args)`` as slime builds it: an agent in its process, or a store over HTTP that may restart."""
 
 import asyncio
+import itertools
+import json
 import random
 import sys
 import threading
@@ -50,6 +52,19 @@ class FlakyAgent(ContractAgent):
         if task.get("fail"):
             raise ValueError("this task has no answer")
         return super().compute_reward(task, response)
+
+
+class KindsAgent(ContractAgent):
+    """Tasks of eight kinds, of which one has differing rewards."""
+
+    flips = itertools.cycle([0.0, 1.0])
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        kind = f"of {rng.randrange(8)}"
+        return {**super().make_task(rng), "label": kind, "kind": kind}
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        return next(self.flips) if task["kind"] == "of 3" else 0.25
 
 
 class HopelessAgent(FlakyAgent):
@@ -102,6 +117,17 @@ def test_a_group_with_a_failed_rollout_is_replaced():
         pytest.raises(DataSourceError, match="this task has no answer"),
     ):
         source.get_samples(1)
+
+
+def test_tasks_that_teach_are_drawn_more_often_and_a_restart_keeps_this():
+    args = args_for(agl_agent=f"{__name__}:KindsAgent", agl_task_sampling="learnable", rollout_batch_size=4)
+    with AGLDataSource(args) as first:
+        labels = [group[0].label for _ in range(40) for group in first.get_samples(4)]
+        state = json.loads(json.dumps(first.state_dict()))
+    assert labels[80:].count("of 3") > 20  # under uniform sampling some ten of these eighty
+    with AGLDataSource(args) as second:
+        second.load_state_dict(state)
+        assert second.state_dict()["demand"]["sampling"] == state["demand"]["sampling"]
 
 
 def test_fully_async_source_returns_at_once_and_keeps_a_batch_in_flight():
@@ -235,7 +261,7 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
     ("name", "value"),
     [
         *(("teacher_url", "http://t:1"), ("tasks", "t.jsonl"), ("max_staleness", 1), ("drop_zero_variance", True)),
-        *(("group_max_retries", 2), ("group_timeout_s", 60)),
+        *(("group_max_retries", 2), ("group_timeout_s", 60), ("task_sampling", "learnable")),
     ],
 )
 async def test_data_source_settings_are_refused_where_slime_groups_prompts(name, value, tmp_path, monkeypatch):
