@@ -28,7 +28,7 @@ from agl_slime.tokens.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 
-_QUICK = ClientSettings(total_timeout_s=60.0, max_attempts=2)
+_PROBE_SETTINGS = ClientSettings(total_timeout_s=60.0, max_attempts=2)
 
 # Agent Lightning's name for the model under training.
 LLM_RESOURCE = "main_llm"
@@ -125,16 +125,6 @@ def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Map
     return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
 
 
-class ServedResources(dict[str, Any]):
-    """Resources that also answer to ``llm``, the model's name in agents written for other runs. Iteration lists the
-    model once: ``@agl.rollout`` takes the first model and warns about others."""
-
-    def __missing__(self, name: str) -> Any:
-        if name != "llm":
-            raise KeyError(name)
-        return self.get(LLM_RESOURCE) or next(value for value in self.values() if isinstance(value, LLM))
-
-
 def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The replay parameters among a run's sampling parameters: internal, stripped before clients see them."""
     return {name: sampling[name] for name in ("routed_experts", "nucleus", "replay_files") if sampling.get(name)}
@@ -172,7 +162,7 @@ async def check_replay(base_url: str, parameters: Mapping[str, Any]) -> bool:
     if sampling.routed_experts is None and not sampling.nucleus:
         return True
     try:
-        async with SGLangClient(base_url=base_url, settings=_QUICK) as client:
+        async with SGLangClient(base_url=base_url, settings=_PROBE_SETTINGS) as client:
             await client.generate([0, 0], replace(sampling, max_new_tokens=1, stop=(), stop_token_ids=()))
     except (EngineProtocolError, EngineRequestError) as error:
         raise ConfigError(str(error)) from error

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, sampling_of
 from agl_slime.agent.chat_api import ChatApi
-from agl_slime.agent.chat_session import open_chat_session
+from agl_slime.agent.chat_session import ChatSession
 from agl_slime.agent.outcome import (
     LossScale,
     check_functions,
@@ -26,7 +26,7 @@ from agl_slime.agent.outcome import (
 )
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
-from agl_slime.agent.session import RolloutSession, RolloutStopped
+from agl_slime.agent.session import RolloutSession, RolloutStopped, write_span
 from agl_slime.agent.tools import ToolError, ToolManager, check_tools
 from agl_slime.agent.turns import run_turns
 from agl_slime.engine.client.client import SGLangClient
@@ -256,7 +256,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         if tokenizer is None:
             assert api is not None
             parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
-            return open_chat_session(api, schemas=schemas, parser=parser, **common)
+            complete = functools.partial(api.complete, tools=schemas)
+            return ChatSession(complete=complete, write=write_span, parser=parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
         parser = None
         if offered:

@@ -6,12 +6,10 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from agl_slime.agent.chat_api import ChatApi
 from agl_slime.agent.scheduler import StopReason
-from agl_slime.agent.session import Answer, Session, SpanWriter, write_span
+from agl_slime.agent.session import Answer, Session, SpanWriter
 from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
 from agl_slime.errors import ContextOverflowError, EngineProtocolError
 from agl_slime.tokens.answer import AnswerParts, ToolCall
@@ -84,13 +82,6 @@ class ChatSession(Session):
 
     def set_reward(self, reward: Any) -> None:
         """Does nothing: rewards of roles are for training, and these turns are never trained on."""
-
-
-def open_chat_session(
-    api: ChatApi, *, schemas: Sequence[Mapping[str, Any]] | None = None, **options: Any
-) -> ChatSession:
-    """The conversation of a rollout with ``api``, whose requests declare tools by ``schemas``."""
-    return ChatSession(complete=partial(api.complete, tools=schemas), write=write_span, **options)
 
 
 def _choice(completion: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]], FinishReason]:

@@ -135,8 +135,8 @@ async def engine_input(
     return await run_in_thread(tokenizer.engine_input, prompt_ids, images)
 
 
-def trim_at_changed_image(shared: int, places: Sequence[int], images: Sequence[Image], earlier: Sequence[Image]) -> int:
+def trim_at_changed_image(shared: int, starts: Sequence[int], images: Sequence[Image], earlier: Sequence[Image]) -> int:
     """The number of the first ``shared`` tokens that an earlier turn really shares: images of one size have equal
     tokens, so the shared prefix ends at the first image that differs. ``earlier`` are that turn's images; ``images``
-    begin at ``places``."""
-    return min((place for place, new, old in zip(places, images, earlier) if new != old), default=shared)  # noqa: B905
+    begin at ``starts``."""
+    return min((place for place, new, old in zip(starts, images, earlier) if new != old), default=shared)  # noqa: B905

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.agent.by_file import import_file
 from agl_slime.agent.scheduler import schedulers
+from agl_slime.agent.user_files import import_file
 from agl_slime.errors import ConfigError, format_exception
 from agl_slime.tokens.images import ImageSettings
 

@@ -117,7 +117,7 @@ class PartialRollouts:
                 call.reported = False
         if running:
             try:
-                aborting = DiskWeightSync(base_url=base_url).of_each_worker(SGLangClient.abort)
+                aborting = DiskWeightSync(base_url=base_url).ask_each_worker(SGLangClient.abort)
                 asyncio.run(asyncio.wait_for(aborting, _CUT_TIMEOUT_S))
             except (EngineError, TimeoutError) as error:
                 cause = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"

@@ -41,7 +41,7 @@ from agl_slime.tokens.turn import Turn
 SpanWriter = Callable[[dict[str, Any], float], None]
 
 _LONGEST_FAILURE = 300  # characters of a tool's error text
-_ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_STOP_REASONS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
 class RolloutStopped(Exception):
@@ -254,7 +254,7 @@ class RolloutSession(Session):
         context, started, history = self.context, time.time(), list(self.messages)
         prompt_ids, cut, limited = [], False, sampling or self.sampling
         prompt_images: tuple[Image, ...] = ()
-        places: list[int] = []
+        image_starts: list[int] = []
         filed: FiledReplay | None = None
         self.stats.asking += 1
         try:
@@ -266,9 +266,9 @@ class RolloutSession(Session):
             if self._seed:
                 limited = limited.seeded(self._seed, *self.stats.count_prompt(prompt_ids))
             if prompt_images:
-                options["images"], places = await engine_input(self.tokenizer, prompt_ids, prompt_images)
+                options["images"], image_starts = await engine_input(self.tokenizer, prompt_ids, prompt_images)
             if limited.routed_experts is not None:
-                options["experts_start"] = self._experts_start(prompt_ids, prompt_images, places)
+                options["experts_start"] = self._experts_start(prompt_ids, prompt_images, image_starts)
             # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
             options |= {"routing_key": self.rollout_id or None, **self._limits}
             generation = await self._client.generate(prompt_ids, limited, **options)
@@ -289,23 +289,23 @@ class RolloutSession(Session):
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
         prompt = context.token_ids[: len(prompt_ids)]
-        base_turn, shared, fork = self._place(prompt, prompt_images, places, fork)
+        base_turn, shared, fork = self._continuation(prompt, prompt_images, image_starts, fork)
         self.last_turn = len(self.turns)
         if generation.output_ids and not untrained:
             untrained = _lost_replay(limited, generation, len(prompt_ids))
-        place: Any = {"base_turn": base_turn, "kept_tokens": shared, "fork": fork, "untrained": untrained}
-        place["images"], place["filed"] = prompt_images, filed
-        self.turns.append(Turn.from_generation(prompt, generation, messages=history, **place))
+        details: Any = {"base_turn": base_turn, "kept_tokens": shared, "fork": fork, "untrained": untrained}
+        details |= {"messages": history, "images": prompt_images, "filed": filed}
+        self.turns.append(Turn.from_generation(prompt, generation, **details))
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
             self._write({**self._encoder.encode(self.turns[-1]), **role}, started)
             if not self._keep_all:
                 self.turns[-1] = replace(self.turns[-1], messages=None, log_probs=None)
-        self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
+        self.stats.stop_reason = _STOP_REASONS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 
-    def _place(
-        self, prompt: TokenArray, images: tuple[Image, ...], places: Sequence[int], requested: ForkReason | None
+    def _continuation(
+        self, prompt: TokenArray, images: tuple[Image, ...], image_starts: Sequence[int], requested: ForkReason | None
     ) -> tuple[int | None, int, ForkReason | None]:
         """The turn that the next one continues, the number of tokens that it keeps of it, and the reason of a fork."""
         base_turn, shared, fork = self.last_turn, self.context.kept_tokens, self.context.fork
@@ -315,7 +315,7 @@ class RolloutSession(Session):
             if shared < len(first):
                 fork = ForkReason.BRANCH if shared == len(prompt) else ForkReason.NEW_CONTEXT
         if images and base_turn is not None:
-            trimmed = trim_at_changed_image(shared, places, images, self.turns[base_turn].images)
+            trimmed = trim_at_changed_image(shared, image_starts, images, self.turns[base_turn].images)
             shared, fork = trimmed, fork or (ForkReason.EDITED_HISTORY if trimmed < shared else None)
         return base_turn, shared, refine_fork(fork, requested)
 
@@ -339,14 +339,14 @@ class RolloutSession(Session):
             raise ConfigError("only a branch with a role has its own reward: session.branch(messages, role=...)")
         self.stats.rewards[self.role] = reward
 
-    def _experts_start(self, prompt_ids: Sequence[int], images: Sequence[Image], places: Sequence[int]) -> int:
+    def _experts_start(self, prompt_ids: Sequence[int], images: Sequence[Image], image_starts: Sequence[int]) -> int:
         """The first position of a prompt whose routed experts the engine has to return: the continued turn has the
         earlier ones."""
         base = self.turns[self.last_turn or 0] if self.turns else None
         if base is None:
             return 0
         same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
-        same = trim_at_changed_image(same, places, images, base.images)
+        same = trim_at_changed_image(same, image_starts, images, base.images)
         return min(same, base.experts_end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
 
     async def _file_replay(self, directory: str, answer: Generation) -> FiledReplay | None:

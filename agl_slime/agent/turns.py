@@ -146,7 +146,7 @@ class _Turns:
                 session.messages = request.messages
             result, parsed = await self.ask(session)
             request.messages = session.messages
-            following = await self._after(request, result, parsed)
+            following = await self._next_request(request, result, parsed)
             if following is None:
                 result.messages = copy.deepcopy(session.messages)
                 return result
@@ -185,7 +185,7 @@ class _Turns:
         )
         return result, parsed
 
-    async def _after(
+    async def _next_request(
         self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: AnswerParts
     ) -> RolloutInferRequest | None:
         """The request for the next answer; ``None`` at the end of the rollout, with the stop reason in the stats."""

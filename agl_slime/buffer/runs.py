@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.agent.by_file import import_file
+from agl_slime.agent.user_files import import_file
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.support.child import Child, Supervisor

@@ -266,10 +266,10 @@ async def _push_start(
     config: TrainConfig, weights: WeightPublisher, start: LoopState, warnings: dict[str, str]
 ) -> None:
     """Push the weights of ``start`` in the dtype of all engines, which may have loaded others."""
-    if refused := await weights.sync.settle_pause():
+    if refused := await weights.sync.check_pause():
         warnings["weight_pause"] = refused
     validation_engines = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
-    computes = [await sync.computes_in() for sync in (weights.sync, *validation_engines)]
+    computes = [await sync.dtype() for sync in (weights.sync, *validation_engines)]
     weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
     await weights.push(start.version)
 

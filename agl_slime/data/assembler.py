@@ -60,7 +60,7 @@ class GroupAssembler:
         self._has_timeout = getattr(policy, "timeout_s", None) is not None
         self._open: dict[str, _OpenGroup] = {}
         self._waiting_ids: set[str] = set()  # finished rollouts of open groups
-        self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
+        self._cut_short: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
         self._unwanted: list[str] = []
         self._requests: list[EnqueueRolloutRequest] = []
         self.teaches: Callable[[Any], bool] = lambda task: False
@@ -89,7 +89,7 @@ class GroupAssembler:
             group_id = str((rollout.metadata or {}).get("group_id"))
             if group_id in self._open:
                 self._open[group_id].enlisted[rollout.rollout_id] = None
-            elif group_id in self._early:
+            elif group_id in self._cut_short:
                 late.append(rollout.rollout_id)
         self._cancel(late, "group_finalized")
 
@@ -105,7 +105,7 @@ class GroupAssembler:
                 return None
         elif member.rollout_id in self._waiting_ids:
             return None
-        if member.group_id in self._early:
+        if member.group_id in self._cut_short:
             self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_finalized")
             return None
         group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
@@ -138,7 +138,7 @@ class GroupAssembler:
         """Drop a group that was not finalized; its rollouts in flight, and those still to be opened, are unwanted."""
         if (group := self._open.pop(group_id, None)) is not None:
             self._waiting_ids.difference_update(group.members)
-            self._remember_early(group_id)
+            self._remember_cut_short(group_id)
             self._cancel([name for name in group.enlisted if name not in group.members], reason)
 
     def lose(self, reason: str) -> None:
@@ -171,7 +171,7 @@ class GroupAssembler:
             **self.delivery.state(),
             "waiting": [member.rollout_id for member in waiting],
             "closed": None if self.ledger.on_disk else ends,
-            "early": list(self._early),
+            "early": list(self._cut_short),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class GroupAssembler:
             self.delivery.restore(state)
             if not self.ledger.on_disk:
                 self.ledger.carry_over(closed)
-        self._early.update(early)
+        self._cut_short.update(early)
 
     def _judge(self, group_id: str, group: _OpenGroup) -> GroupResult | None:
         if group.mode != "train":
@@ -252,7 +252,7 @@ class GroupAssembler:
         del self._open[group_id]
         self._waiting_ids.difference_update(group.members)
         if len(group.members) < group.size:
-            self._remember_early(group_id)
+            self._remember_cut_short(group_id)
         member = next(iter(group.members.values()))
         why = STRAGGLER_REASONS[code not in ("", "timeout")]
         late = [_straggler(name, member, why) for name in group.enlisted if name not in group.members]
@@ -280,10 +280,10 @@ class GroupAssembler:
                     self.ledger.finish_instance(result.instance_id)
         return result
 
-    def _remember_early(self, group_id: str) -> None:
-        self._early[group_id] = None
-        while len(self._early) > _MAX_EARLY_GROUPS:
-            self._early.popitem(last=False)
+    def _remember_cut_short(self, group_id: str) -> None:
+        self._cut_short[group_id] = None
+        while len(self._cut_short) > _MAX_EARLY_GROUPS:
+            self._cut_short.popitem(last=False)
 
     def _cancel(self, rollout_ids: list[str], reason: str) -> None:
         if rollout_ids:

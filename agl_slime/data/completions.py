@@ -178,7 +178,7 @@ class CompletionFollower:
         self._replay_files = replay_files
         self._released_by_reader = None if release else getattr(store, "released", None)
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
-        # of all calls: its error names the first failure since the store last answered
+        # one for all calls, so that its error names the first failure since the store last answered
         self._backoff = Backoff("the store does not answer", DataSourceError, patience_s=_PATIENCE_S)
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -288,7 +288,7 @@ class CompletionFollower:
         """Follow a remote store's feed from the restored position; the ledger recognises a rollout that comes twice."""
         await self._begun.wait()
         await self._listener.before_following()
-        await follow_feed(self._store, self.table.position, self.take, self._catch_up, patience_s=_PATIENCE_S)
+        await follow_feed(self._store, self.table.position, self.process_page, self._catch_up, patience_s=_PATIENCE_S)
 
     async def _catch_up(self, page: FeedPage) -> Sequence[str]:
         if not page["missed"]:
@@ -298,7 +298,7 @@ class CompletionFollower:
         )
         return await self._finished_ids()
 
-    def take(self, page: FeedPage, missed: Collection[str] = ()) -> None:
+    def process_page(self, page: FeedPage, missed: Collection[str] = ()) -> None:
         """Process a page of the feed; ``missed`` may have ended unseen before it."""
         with self._changed:
             if self.table.position.restarted(page):

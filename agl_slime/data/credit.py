@@ -100,8 +100,8 @@ def token_advantages(
         TrainerError: a span outside of its response.
         RewardError: a missing or non-finite reward, or siblings that differ in reward or group.
     """
-    fit = [i for i, sample in enumerate(samples) if is_counted(sample)]
-    added, terms = penalties or [0.0] * len(samples), reward_terms(rewards)
+    counted = [i for i, sample in enumerate(samples) if is_counted(sample)]
+    penalty_of, terms = penalties or [0.0] * len(samples), reward_terms(rewards)
     key = terms[0].weights[0][0] if terms else key
 
     def normalize(values: Sequence[float], keys: Iterable[tuple[Hashable, Hashable]]) -> Sequence[float]:
@@ -111,19 +111,19 @@ def token_advantages(
         columns: dict[str, Any] = {"group_indices": groups, "rollout_ids": rollouts}
         return normalize_rewards(values, **columns, std=std, advantages=advantages)
 
-    parts = [part for i in fit for part in _rewarded_parts(samples[i], i, key, added[i], credit)]
+    parts = [part for i in counted for part in _rewarded_parts(samples[i], i, key, penalty_of[i], credit)]
     if credit == "anchor":
-        parts += _anchored_parts(samples, fit, key)
+        parts += _anchored_parts(samples, counted, key)
     values = normalize([part.reward for part in parts], (part.key for part in parts))
     if any(len(term.weights) > 1 or term.weights[0][1] != 1 for term in terms) or len(terms) > 1:
-        sums = _sum_of_terms([(i, samples[i], added[i]) for i in fit], terms, normalize)
+        sums = _sum_of_terms([(i, samples[i], penalty_of[i]) for i in counted], terms, normalize)
         values = [sums[part.sample] if part.whole else value for part, value in zip(parts, values, strict=True)]
-    of_tokens = [np.zeros(sample.response_length) for sample in samples]
+    advantages_of = [np.zeros(sample.response_length) for sample in samples]
     for part, reward in zip(parts, values, strict=True):
         for start, end in part.spans:
-            tokens = of_tokens[part.sample][start:end]
+            tokens = advantages_of[part.sample][start:end]
             tokens[:] = reward if credit == "group" else tokens + reward
-    return of_tokens
+    return advantages_of
 
 
 def token_rewards(samples: Sequence[Sample], **rule: Any) -> list[float]:
@@ -153,7 +153,7 @@ def reward_spans(sample: Sample, i: int) -> dict[str, tuple[float, list[tuple[in
 def _rewarded_parts(sample: Sample, i: int, key: str | None, penalty: float, credit: Credit) -> Iterator[_Part]:
     """The rewarded parts of sample ``i``: the rollout first, unless all its tokens belong to turns with rewards."""
     of_turns = reward_spans(sample, i)
-    if credit != "group" or not of_turns or _has_others(sample, of_turns):
+    if credit != "group" or not of_turns or _has_unrewarded_tokens(sample, of_turns):
         reward = reward_value(sample, i, key=key) + penalty
         yield _Part(i, reward, [(0, sample.response_length)], normalization_key(sample), whole=True)
     for name, (reward, spans) in of_turns.items() if credit != "anchor" else ():
@@ -161,7 +161,7 @@ def _rewarded_parts(sample: Sample, i: int, key: str | None, penalty: float, cre
         yield _Part(i, reward, spans, normalization_key(sample, name, by_number=credit == "turn"))
 
 
-def _has_others(sample: Sample, of_turns: Mapping[str, tuple[float, list[tuple[int, int]]]]) -> bool:
+def _has_unrewarded_tokens(sample: Sample, of_turns: Mapping[str, tuple[float, list[tuple[int, int]]]]) -> bool:
     """Whether a token under the mask is in no span of a turn's reward."""
     unrewarded = mask_of(sample)
     for _, spans in of_turns.values():
@@ -199,10 +199,10 @@ def _sum_of_terms(
     return sums
 
 
-def _anchored_parts(samples: Sequence[Sample], fit: Sequence[int], key: str | None) -> list[_Part]:
+def _anchored_parts(samples: Sequence[Sample], counted: Sequence[int], key: str | None) -> list[_Part]:
     """The turns of ``samples``, with the discounted returns of their rollouts from each turn on."""
     rollouts: dict[object, list[int]] = {}
-    for i in fit:
+    for i in counted:
         rollouts.setdefault(i if samples[i].rollout_id is None else ("rollout", samples[i].rollout_id), []).append(i)
     parts = []
     for name, numbers in rollouts.items():

@@ -98,10 +98,10 @@ class RolloutIngestor:
         self.on_group: Callable[[GroupResult], None] | None = None
         self.on_end: dict[str, OnEnd] = {}  # by group
         self.run_key, self._patience_s = run_key, patience_s or math.inf
-        self._drawn: dict[str, None] = {}  # rollouts in their order, until one has decided ``run_key``
-        self._pending: frozenset[str] = frozenset()  # unread rollouts that another process enqueued
-        self._undecided: dict[str, str] = {}  # ended rollouts with named rewards, and the first name of each
-        self._waits_since = math.inf
+        self._order: dict[str, None] = {}  # rollouts in their order, until one has decided ``run_key``
+        self._unread_elsewhere: frozenset[str] = frozenset()  # unread rollouts that another process enqueued
+        self._waiting: dict[str, str] = {}  # ended rollouts with named rewards, and the first name of each
+        self._name_awaited_since = math.inf
         self._store, self._default_size = store, default_size
         self._false_answers: Counter[str] = Counter()  # rollouts that failed by them, by the engine's address
         self._reading: dict[str, bool] = {}  # whether it was reported again during the current read
@@ -122,14 +122,14 @@ class RolloutIngestor:
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         with self.changed:
             if self.run_key is None:
-                self._drawn |= {r if isinstance(r, str) else r.rollout_id: None for r in rollouts}
+                self._order |= {r if isinstance(r, str) else r.rollout_id: None for r in rollouts}
             self.assembler.opened(rollouts)
             self.follow_up()
 
     def resume(self, run_key: str | None, waiting: Sequence[str]) -> None:
         """Continue with the reward that the run trains on; ``waiting`` rollouts, drawn earlier, may decide it."""
         self.run_key = self.run_key or run_key
-        self._drawn = {} if self.run_key else dict.fromkeys(waiting)
+        self._order = {} if self.run_key else dict.fromkeys(waiting)
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         """Cancel the unfinished ones of these rollouts in the store."""
@@ -172,11 +172,11 @@ class RolloutIngestor:
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.assembler.ledger.counts().open)
         self.assembler.lose("store_restarted")
         self.producer.store_restarted()
-        self.alert()
+        self.report_lost_groups()
 
     def time_passed(self) -> None:
         with self.changed:
-            self._decide()
+            self._choose_reward_name()
             late = self.assembler.late()
             for group in late:
                 self._finalized(group)
@@ -190,10 +190,10 @@ class RolloutIngestor:
             self.failure = self.failure or error  # the first failure is reported
             self.changed.notify_all()
         logger.debug("The data source failed.", exc_info=error)
-        self.alert()
+        self.report_lost_groups()
 
-    def alert(self) -> None:
-        """Wake whoever waits for groups that will not end."""
+    def report_lost_groups(self) -> None:
+        """Tell the callers that wait for groups that these are lost."""
         for group_id, on_end in [*self.on_end.items()]:
             on_end(group_id, None)
 
@@ -206,10 +206,10 @@ class RolloutIngestor:
                 return False
             names = [*member.rewards] if member is not None and member.ok else []
             if self.run_key is None and names not in ([], [UNNAMED]):
-                self._undecided[rollout_id] = names[0]
-                self._waits_since = min(self._waits_since, time.monotonic())
-                self._decide()
-                self._ask_order()
+                self._waiting[rollout_id] = names[0]
+                self._name_awaited_since = min(self._name_awaited_since, time.monotonic())
+                self._choose_reward_name()
+                self._learn_order()
                 return True  # it is read again once the name is known
             del self._reading[rollout_id]
             self.follower.table.read(rollout_id, ended=member is not None)
@@ -219,46 +219,46 @@ class RolloutIngestor:
                 if added is not None and added[1] is not None:
                     self._finalized(added[1])
                 self.follow_up()
-            self._decide()
-            self._ask_order()
+            self._choose_reward_name()
+            self._learn_order()
         if added is not None:
             self._report(*added)
         return True
 
-    def _ask_order(self) -> None:
+    def _learn_order(self) -> None:
         """Learn the order of rollouts that another process enqueues, while they wait for their reward's name."""
 
         async def ask() -> None:
             stored = await self.follower.with_retries(self._store.query_rollouts)
             with self.changed:
                 ordered = [rollout.rollout_id for rollout in sorted(stored, key=attrgetter("start_time"))]
-                self._drawn = dict.fromkeys(sorted(self._undecided.keys() - {*ordered}) + ordered)
-                self._pending = frozenset(name for name in ordered if not self.assembler.has_ended(name))
-                self._decide()
+                self._order = dict.fromkeys(sorted(self._waiting.keys() - {*ordered}) + ordered)
+                self._unread_elsewhere = frozenset(name for name in ordered if not self.assembler.has_ended(name))
+                self._choose_reward_name()
 
-        if self._undecided and self.follower.has_feed and not self.announced:
+        if self._waiting and self.follower.has_feed and not self.announced:
             self.follower.submit(ask)
 
-    def _decide(self) -> None:
+    def _choose_reward_name(self) -> None:
         """Once the first of the run's rollouts with a named reward has ended, train on its first name: the order in
         which rollouts end decides nothing."""
         is_open, ordered = self.assembler.ledger.is_open, self.announced or self.follower.has_feed
-        while (first := next(iter(self._drawn), None)) and first not in self._undecided:
-            if is_open(first) or first in self._pending:
+        while (first := next(iter(self._order), None)) and first not in self._waiting:
+            if is_open(first) or first in self._unread_elsewhere:
                 break
-            del self._drawn[first]
-        if self.run_key is not None or not self._undecided:
+            del self._order[first]
+        if self.run_key is not None or not self._waiting:
             return
-        ended = [name for name in self._drawn if name in self._undecided] if ordered else [*self._undecided]
-        waited_s = time.monotonic() - self._waits_since
+        ended = [name for name in self._order if name in self._waiting] if ordered else [*self._waiting]
+        waited_s = time.monotonic() - self._name_awaited_since
         if ended and (not ordered or ended[0] == first or waited_s > self._patience_s):
-            self.run_key = self._undecided[ended[0]]
-            self._drawn.clear()
-            for rollout_id in self._undecided:
+            self.run_key = self._waiting[ended[0]]
+            self._order.clear()
+            for rollout_id in self._waiting:
                 del self._reading[rollout_id]
                 self.follower.pending_reads.add(rollout_id)
                 self.follower.submit(self.read_if_finished, rollout_id)
-            self._undecided.clear()
+            self._waiting.clear()
 
     def _finalized(self, group: GroupResult) -> None:
         self.producer.finalized(group)

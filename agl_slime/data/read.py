@@ -15,7 +15,7 @@ from agl_slime.data.results import MemberResult, Outcome, instance_of
 from agl_slime.errors import RolloutError, format_exception, format_place
 from agl_slime.store.bridge import FINISHED, WORKER_DIED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread_if
 from agl_slime.tokens.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, USAGE_OUTPUT_TOKENS
 from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.reward import read_reward
@@ -33,7 +33,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _HEAVY_TRACE_CHARS = 200_000
 
 
-async def collect(
+async def read_rollout(
     store: LightningStore,
     rollout_id: str,
     *,
@@ -74,8 +74,8 @@ async def collect(
     figures: Any = {"sampled_tokens": sampled, "turns": len(counts), "timeline": timeline}
 
     async def failed(reason: str, message: str) -> MemberResult:
-        so_far = partial(_so_far, rollout, spans, attempt_id, tokenizer)
-        trajectory = await run_in_thread(so_far) if heavy else so_far()
+        read_turns_so_far = partial(_trajectory_of, rollout, spans, attempt_id, tokenizer)
+        trajectory = await run_in_thread_if(heavy, read_turns_so_far)
         return _failed(rollout, reason, message, trajectory=trajectory, **figures)
 
     if rollout.status == "failed":
@@ -96,7 +96,7 @@ async def collect(
                 reward_spans=reward_spans,
                 replay_files=replay_files,
             )
-            conversion = await run_in_thread(convert) if heavy else convert()
+            conversion = await run_in_thread_if(heavy, convert)
     except RolloutError as error:
         return await failed(error.reason, str(error))
     except Exception as error:
@@ -107,7 +107,7 @@ async def collect(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
         trajectory=(
-            _so_far(rollout, spans, attempt_id, tokenizer) if text_only else conversion and conversion.trajectory
+            _trajectory_of(rollout, spans, attempt_id, tokenizer) if text_only else conversion and conversion.trajectory
         ),
         reward=reward.primary,
         rewards=dict(reward.named),
@@ -115,8 +115,8 @@ async def collect(
     )
 
 
-def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer: Any) -> Trajectory | None:
-    """The turns of a failed rollout, for reports; ``None`` where its spans have none."""
+def _trajectory_of(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer: Any) -> Trajectory | None:
+    """The turns of a rollout without Samples, for reports; ``None`` where its spans have none."""
     try:
         turns = read_turns(spans_of_attempt(spans, attempt_id), tokenizer)
     except Exception as error:  # the cause of the failure, such as a tokenizer, may fail here, too

@@ -19,7 +19,7 @@ from agl_slime.data.assembler import GroupAssembler
 from agl_slime.data.ingestor import Producer, RolloutIngestor
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.policy import GroupFilter, GroupPolicy, MinimumViableGroup
-from agl_slime.data.read import collect
+from agl_slime.data.read import read_rollout
 from agl_slime.data.results import GroupResult, MemberResult, OnEnd, Outcome, group_of
 from agl_slime.errors import DataSourceError
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, threaded
@@ -97,7 +97,7 @@ class GroupSource:
         self.producer = producer or Producer()
         self.producer.source = self
         read: Callable[..., Awaitable[MemberResult | None]] = partial(
-            collect,
+            read_rollout,
             self._store,
             tokenizer=tokenizer,
             reward_key=reward_key,
@@ -287,7 +287,7 @@ class GroupSource:
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
-        self.ingestor.alert()
+        self.ingestor.report_lost_groups()
         self.follower.stop(timeout_s)
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agl_slime.data.results import MemberResult
 from agl_slime.engine.client.transport import ClientSettings, checked_url
-from agl_slime.engine.scoring import ScoringClient, ToScore, vocabulary_digest
+from agl_slime.engine.scoring import ScoreRequest, ScoringClient, vocabulary_digest
 from agl_slime.errors import ConfigError, EngineError, EngineRequestError, RolloutError
 from agl_slime.support.net import shown_url
 from agl_slime.support.threads import run_in_thread
@@ -129,7 +129,7 @@ class Teachers:
             raise TeacherError(f"no teacher for tasks of source_name {source!r}; give --teacher-url {source}=URL")
         if sample.multimodal_inputs:
             raise TeacherError("the rollout has images, which no teacher is sent; use tasks without images")
-        sequence = ToScore(sample.tokens, len(sample.tokens) - sample.response_length)
+        sequence = ScoreRequest(sample.tokens, len(sample.tokens) - sample.response_length)
         results = await asyncio.gather(*(client.score([sequence]) for _, client in teachers))
         total, mean = sum(weight for weight, _ in teachers), np.zeros(sample.response_length, dtype=np.float32)
         for (weight, _), (scored,) in zip(teachers, results, strict=True):

@@ -282,7 +282,7 @@ class Engine:
         self._running.extend(batch)
         self._last_ids = torch.cat([self._last_ids, sampled[0]])
         self._params = None
-        self._take(len(self._running) - len(batch), *sampled)
+        self._append_sampled(len(self._running) - len(batch), *sampled)
 
     def _input_log_probs(self, hidden: torch.Tensor, ids: list[int], start: int) -> list[tuple[float | None, int]]:
         """Log-probs at temperature 1 of the prompt's tokens from ``start`` on; the first reported place has none, as in
@@ -299,9 +299,9 @@ class Engine:
         logits = self._slots.decode(self._last_ids)
         sampled = sample(logits, self._params, uniforms(self._running))
         self._last_ids = sampled[0]
-        self._take(0, *sampled)
+        self._append_sampled(0, *sampled)
 
-    def _take(
+    def _append_sampled(
         self,
         first: int,
         ids: torch.Tensor,
@@ -384,7 +384,7 @@ class Engine:
 
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
         load_weights(self.model, tensors)
-        self._slots.stale()
+        self._slots.invalidate_cache()
         if version is not None:
             self.weight_version = version
 

@@ -32,7 +32,7 @@ _VOCABULARY_PIECE = 16_384  # ids per request
 
 
 @dataclass(frozen=True, slots=True)
-class ToScore:
+class ScoreRequest:
     """Token ids, of which those from ``start`` (at least 1) on are scored."""
 
     ids: Sequence[int]
@@ -40,7 +40,7 @@ class ToScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoreResult:
     """A sequence's ``log_probs`` ``[len(ids) - start]``, by the weights of ``version``; ``cached`` of its tokens came
     from the prefix cache."""
 
@@ -83,16 +83,16 @@ class ScoringClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def score(self, sequences: Sequence[ToScore]) -> list[Scored | EngineError]:
+    async def score(self, sequences: Sequence[ScoreRequest]) -> list[ScoreResult | EngineError]:
         """The scores of each sequence in order, or its error after retries: one that the engine refuses does not fail
         the others of its batch."""
         batches = [*_batches(sequences, self.batch_tokens)]
         results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
         return [result for scored in results for result in scored]
 
-    async def score_one(self, ids: Sequence[int], start: int = 1) -> Scored:
+    async def score_one(self, ids: Sequence[int], start: int = 1) -> ScoreResult:
         """The scores of ``ids[start:]``, requested alone. Raises ``EngineError``."""
-        (scored,) = await self._score_batch([ToScore(ids, start)])
+        (scored,) = await self._score_batch([ScoreRequest(ids, start)])
         if isinstance(scored, EngineError):
             raise scored
         return scored
@@ -109,7 +109,7 @@ class ScoringClient:
             texts += map(str, piece)
         return vocabulary_digest(texts)
 
-    async def _score_batch(self, batch: Sequence[ToScore]) -> list[Scored | EngineError]:
+    async def _score_batch(self, batch: Sequence[ScoreRequest]) -> list[ScoreResult | EngineError]:
         try:
             for sequence in batch:
                 self._check(sequence)
@@ -122,7 +122,7 @@ class ScoringClient:
         alone = await asyncio.gather(*(self._score_batch([sequence]) for sequence in batch))
         return [result for (result,) in alone]
 
-    def _check(self, sequence: ToScore) -> None:
+    def _check(self, sequence: ScoreRequest) -> None:
         if not 1 <= sequence.start < len(sequence.ids):
             range_text = f"start is {sequence.start} with {len(sequence.ids)} tokens"
             raise EngineRequestError(f"{range_text}; it must be at least 1 and below their number")
@@ -130,7 +130,7 @@ class ScoringClient:
         if self.vocab_size is not None and not 0 <= wrong < self.vocab_size:
             raise OutOfVocabularyError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} ids")
 
-    async def _send(self, batch: Sequence[ToScore]) -> list[Scored]:
+    async def _send(self, batch: Sequence[ScoreRequest]) -> list[ScoreResult]:
         payload = {
             "input_ids": [sequence.ids for sequence in batch],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -142,7 +142,7 @@ class ScoringClient:
         async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._in_flight)):
             deadline = time.monotonic() + self._http.settings.total_timeout_s
 
-            async def attempt() -> list[Scored]:
+            async def attempt() -> list[ScoreResult]:
                 answers = await self._http.send("POST", "/generate", payload, deadline=deadline)
                 if not isinstance(answers, list) or len(answers) != len(batch):
                     raise EngineProtocolError(f"{endpoint} did not answer one result per sequence")
@@ -154,7 +154,7 @@ class ScoringClient:
             return await self._http.retry(attempt, endpoint=endpoint, deadline=deadline)
 
 
-def parse_scores(answer: Any, sequence: ToScore, *, endpoint: str = "/generate") -> Scored:
+def parse_scores(answer: Any, sequence: ScoreRequest, *, endpoint: str = "/generate") -> ScoreResult:
     """The scores in a ``/generate`` answer. Raises ``EngineProtocolError`` for another form, other tokens or a value
     that is not finite, ``EngineServerError`` for an aborted request."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -171,7 +171,7 @@ def parse_scores(answer: Any, sequence: ToScore, *, endpoint: str = "/generate")
     log_probs = np.array(values, dtype=np.float32)
     if not np.isfinite(log_probs).all():
         raise EngineProtocolError(f"{endpoint} answered a log-prob that is NaN or infinite")
-    return Scored(log_probs, version_of(meta, endpoint) or "", count_of(meta, "cached_tokens", endpoint))
+    return ScoreResult(log_probs, version_of(meta, endpoint) or "", count_of(meta, "cached_tokens", endpoint))
 
 
 def vocabulary_digest(texts: Iterable[str]) -> str:
@@ -182,8 +182,8 @@ def vocabulary_digest(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _batches(sequences: Sequence[ToScore], most_tokens: int) -> Iterator[list[ToScore]]:
-    batch: list[ToScore] = []
+def _batches(sequences: Sequence[ScoreRequest], most_tokens: int) -> Iterator[list[ScoreRequest]]:
+    batch: list[ScoreRequest] = []
     tokens = 0
     for sequence in sequences:
         if batch and tokens + len(sequence.ids) > most_tokens:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
-from agl_slime.engine.weights import as_the_models, read_weights
+from agl_slime.engine.weights import read_weights, renamed_for
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.net import has_token
@@ -277,7 +277,7 @@ class EmbeddedServer:
         async with self._updating:
             try:
                 tensors = await run_in_thread(read_weights, body.model_path, self.engine.weight_bytes)
-                tensors = await run_in_thread(as_the_models, self.engine.model, tensors, body.model_path)
+                tensors = await run_in_thread(renamed_for, self.engine.model, tensors, body.model_path)
                 await _control(self.engine.update_weights(tensors, version=body.weight_version))
             except ConfigError as error:
                 return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)

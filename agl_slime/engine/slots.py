@@ -245,7 +245,7 @@ class SlotModel:
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._keys, self._values = ([_zeros(0, heads, 0, head_dim) for _ in range(layers)] for _ in "kv")
-        # per slot: its tokens, their number, whether all are of these weights, and the time of the last use
+        # per slot: its tokens, their number, whether all are of the current weights, and the last use
         self._ids = np.zeros((0, 0), dtype=np.int64)
         self.lengths = np.zeros(slots, dtype=np.int64)
         self._fresh = np.zeros(slots, dtype=bool)
@@ -328,8 +328,8 @@ class SlotModel:
         """Forget the rows that have ended."""
         self._forget(np.s_[self.active :])
 
-    def stale(self) -> None:
-        """Note that the weights have changed: no cached row may be a prefix of another sequence."""
+    def invalidate_cache(self) -> None:
+        """Forget ended rows, and copy no active one as a prefix: the weights have changed."""
         self._fresh[:] = False
         self.flush()
 
@@ -350,7 +350,7 @@ class SlotModel:
         same = list(range(count))
         if self.prefix_cache and count > 1:
             same = [computed.setdefault((tuple(prompts[i]), limits[i]), i) for i in range(count)]
-        matches = {i: self._match(prompts[i], limits[i]) for i in dict.fromkeys(same)}
+        matches = {i: self._longest_cached_prefix(prompts[i], limits[i]) for i in dict.fromkeys(same)}
         for i, (source, n_cached) in matches.items():
             if n_cached:
                 self._copy(source, [first + i], n_cached)
@@ -381,7 +381,7 @@ class SlotModel:
                 cached[copy] = max(cached[copy], limits[copy])
         for i, prompt in enumerate(prompts):
             self._ids[first + i, : lengths[i]] = prompt
-        self._set(np.s_[first : self.active], np.array(lengths), True)
+        self._note_rows(np.s_[first : self.active], np.array(lengths), True)
         place = {i: number for number, i in enumerate(order)}
         logits = self._logits(torch.stack([states[i][-1] for i in order]))
         if count > 1:
@@ -463,7 +463,7 @@ class SlotModel:
         self._forget(last)
         return last
 
-    def _match(self, prompt: Sequence[int], limit: int) -> tuple[int, int]:
+    def _longest_cached_prefix(self, prompt: Sequence[int], limit: int) -> tuple[int, int]:
         """The fresh row that begins most like ``prompt``, and how many tokens of it to copy, at most ``limit``."""
         width = min(limit, self._ids.shape[1])
         if not self.prefix_cache or width < 1 or not self._fresh.any():
@@ -494,8 +494,8 @@ class SlotModel:
         if self._experts is not None:
             self._experts[row, :length] = self._experts[source, :length]
         self._ids[row, :length] = self._ids[source, :length]
-        self._set(row, length, self._fresh[source])
+        self._note_rows(row, length, self._fresh[source])
 
-    def _set(self, rows: Any, lengths: Any, fresh: Any) -> None:
+    def _note_rows(self, rows: Any, lengths: Any, fresh: Any) -> None:
         self._clock += 1
         self.lengths[rows], self._fresh[rows], self._used[rows] = lengths, fresh, self._clock

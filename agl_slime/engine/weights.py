@@ -32,7 +32,7 @@ def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
 
 
-def as_the_models(model: Any, tensors: dict[str, torch.Tensor], directory: str | Path) -> dict[str, torch.Tensor]:
+def renamed_for(model: Any, tensors: dict[str, torch.Tensor], directory: str | Path) -> dict[str, torch.Tensor]:
     """``tensors`` under the model's parameter names: a checkpoint has one tensor per expert where transformers' models
     have one for all experts of a layer. Raises ``ConfigError`` when transformers cannot load it either."""
     parameters = dict(model.named_parameters())

@@ -9,7 +9,7 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call, CallResult, Choice, json_constraint, number, strings
 from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_of
-from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
+from agl_slime.gateway.errors import THREADS_UNSUPPORTED
 from agl_slime.gateway.files import text_of_uri
 from agl_slime.gateway.messages import Message, read_messages, system_text, text_of
 from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse
@@ -18,6 +18,9 @@ _IMPOSED = ("temperature", "top_p", "top_k")
 _HONOURED = "messages system model tools tool_choice max_tokens stop_sequences stream output_config output_format"
 _HONOURED += " chat_template_kwargs thinking reasoning_effort reasoning"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ERROR_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
+_EXPLAINED_CODES = (THREADS_UNSUPPORTED, "tool_reference_unresolved")
 
 
 class AnthropicMessages(Protocol):
@@ -72,7 +75,7 @@ class AnthropicMessages(Protocol):
         return _MessageStream(body, head, decode)
 
     def error(self, refusal: GatewayRequestError) -> dict[str, Any]:
-        return anthropic_error(refusal)
+        return _error(refusal)
 
 
 class CountTokens(AnthropicMessages):
@@ -112,7 +115,7 @@ class _MessageStream(Stream):
         return _event("ping")
 
     def error(self, refusal: GatewayRequestError) -> bytes:
-        return sse(anthropic_error(refusal), "error")
+        return sse(_error(refusal), "error")
 
     def _in(self, kind: str, empty: dict[str, Any]) -> Iterator[bytes]:
         if self._open != kind:
@@ -127,6 +130,16 @@ class _MessageStream(Stream):
 
     def _delta(self, kind: str, **delta: str) -> bytes:
         return _event("content_block_delta", index=self._index, delta={"type": kind, **delta})
+
+
+def _error(refusal: GatewayRequestError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if refusal.code in _EXPLAINED_CODES:
+        unsupported = {"unsupported": [refusal.param]} if refusal.code == THREADS_UNSUPPORTED else {}
+        error["details"] = {"error_code": refusal.code, **unsupported}
+    return {"type": "error", "error": error}
 
 
 def _threads_error() -> GatewayRequestError:

@@ -43,10 +43,9 @@ from agl_slime.tokens.tokenizer import RENDERER_ARGUMENTS, ChatTokenizer
 SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and start time; called on the gateway's thread."""
 
-# Empty answers after a limit before requests are refused: an agent that ignores answers would ask for ever.
 MAX_REQUESTS = 10_000
 """Most requests of a rollout in all; more get 429."""
-_MAX_EMPTY_ANSWERS = 8
+_MAX_EMPTY_ANSWERS = 8  # after a limit; then requests are refused, as an agent that ignores answers would ask for ever
 # Arguments of apply_chat_template that clients may not set: a template is a program, others change the result's type.
 _RESERVED_KWARGS = RENDERER_ARGUMENTS | {"chat_template"}
 _MAX_STRAY_PATHS = 16  # unserved paths that are counted by name
@@ -95,12 +94,12 @@ class Attempt:
     _written_counts: Counter[str] = field(default_factory=Counter)  # ``counts`` on the last span
     _running: int = 0
     _pending: set[PendingResponse] = field(default_factory=set)
-    _strays: int = 0
+    _unserved_paths: int = 0
     _arguments: _TemplateArguments | None = None  # of the last request
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
-    _root: RolloutSession | None = None
+    _first_session: RolloutSession | None = None
     _clock: int = 0
-    _empty: int = 0
+    _empty_answers: int = 0
     _reports_untrained: bool = False  # a span listed untrained turns
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
@@ -127,8 +126,8 @@ class Attempt:
     def count_request(self, name: str, *, served: bool) -> None:
         """Count a request by its method and path; unserved paths by name only while there are few."""
         if not served and name not in self.counts:
-            self._strays += 1
-            name = name[:80] if self._strays <= _MAX_STRAY_PATHS else "other paths"
+            self._unserved_paths += 1
+            name = name[:80] if self._unserved_paths <= _MAX_STRAY_PATHS else "other paths"
         self.counts[name] += 1
 
     def _check_open(self) -> None:
@@ -273,7 +272,7 @@ class Attempt:
             return choice, session.turns[-1].prompt_ids, generation.cached_tokens
 
         try:
-            samples = await _gather([sample(index) for index in range(call.n)])
+            samples = await _gather_or_cancel([sample(index) for index in range(call.n)])
         except RolloutStopped as stopped:
             if isinstance(stopped.__cause__, ContextOverflowError):  # on this error clients may shorten the prompt
                 raise stopped.__cause__ from stopped
@@ -304,10 +303,10 @@ class Attempt:
 
     def _stopped(self, call: Call, response: PendingResponse, stopped: RolloutStopped) -> CallResult:
         """The empty answer after a limit, as of a model that stops at once."""
-        self._empty += 1
+        self._empty_answers += 1
         self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: response.id, **self._rollout_attributes()}, time.time())
         self.counts[f"stopped/{stopped.reason.value}"] += 1
-        if self._empty > _MAX_EMPTY_ANSWERS:
+        if self._empty_answers > _MAX_EMPTY_ANSWERS:
             message = f"{stopped}, and the agent continues to ask"
             raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
         finish = "stop" if stopped.reason.value == "max_turns" else "length"
@@ -338,9 +337,9 @@ class Attempt:
         spans = self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
-            if self._root is not None:
-                return self._root.branch(messages, template=template)
-            self._root = RolloutSession(
+            if self._first_session is not None:
+                return self._first_session.branch(messages, template=template)
+            self._first_session = RolloutSession(
                 client=self.access.client(llm, tokenizer),
                 sampling=sampling_of(llm),
                 messages=messages,
@@ -355,7 +354,7 @@ class Attempt:
                 **self.limits,
                 write=lambda attributes, started: spans.append((attributes, started)),
             )
-            return self._root
+            return self._first_session
 
         tree = self._trees[key] = (RawTree if call.raw else Tree)(template, open_session)
         tree.tools = call.tools
@@ -391,8 +390,8 @@ class Attempt:
     def _note_answer(self, node: Node, match: Match, place: tuple[int, int], requested_at: int) -> None:
         self._clock += 1
         self._untrained.add(TimedAnswer(node, match.node, place, requested_at, self._clock))
-        assert self._root is not None
-        self._root.stats.untrained_turns = self._untrained.turns
+        assert self._first_session is not None
+        self._first_session.stats.untrained_turns = self._untrained.turns
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
@@ -409,16 +408,16 @@ class Attempt:
         roles = dict.fromkeys((*self.roles, *self.settings.trained_models, *self.settings.untrained_models))
         if len(roles) > 1:
             attributes[names.ROLES] = json.dumps([*roles])
-        if self._root is None:
+        if self._first_session is None:
             return attributes
-        untrained = self._root.stats.untrained_turns
+        untrained = self._first_session.stats.untrained_turns
         self._reports_untrained = self._reports_untrained or bool(untrained)
         if self._reports_untrained:  # also when none is left
-            attributes |= {names.STREAM: self._root.stream, names.UNTRAINED_TURNS: json.dumps(untrained)}
-        return self._root.stats.attributes() | attributes
+            attributes |= {names.STREAM: self._first_session.stream, names.UNTRAINED_TURNS: json.dumps(untrained)}
+        return self._first_session.stats.attributes() | attributes
 
 
-async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _gather_or_cancel(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """The results; when one coroutine fails, the others are cancelled."""
     if len(coroutines) == 1:
         return [await coroutines[0]]

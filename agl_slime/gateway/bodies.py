@@ -13,11 +13,11 @@ conversations. SHA-256, for which processors have instructions, takes 0.07 ms fo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import orjson
@@ -29,10 +29,8 @@ from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Histories, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import INLINE_PARSE_BYTES, json_value
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread_if
 from agl_slime.tokens.images import ImageSettings
-
-T = TypeVar("T")
 
 _MAX_REQUESTS = 4  # conversations of an attempt at a time
 _IMAGES = ImageSettings()
@@ -108,10 +106,11 @@ class Bodies:
             extended := await self._extend(request, request.previous, protocol, histories, settings.max_messages)
         ):
             return extended
-        body = await _off_loop(request.raw, partial(parsed_body, request.raw))
+        large = len(request.raw) > INLINE_PARSE_BYTES
+        body = await run_in_thread_if(large, partial(parsed_body, request.raw))
         body, images = await marked_body(request.raw, body, settings.images)
         body = {**defaults, **body}
-        call = await _off_loop(request.raw, partial(_read, protocol, body, histories, settings.max_messages))
+        call = await run_in_thread_if(large, partial(_read, protocol, body, histories, settings.max_messages))
         if images:
             call = replace(call, images=images)
         if not protocol.list_field or not isinstance(body.get(protocol.list_field), list):
@@ -133,7 +132,8 @@ class Bodies:
             marked, images = await marked_body(request.new, {protocol.list_field: items}, _IMAGES)
             items = marked[protocol.list_field]
             read = partial(protocol.read_more, items, histories)
-            new = await _off_loop(request.new, read) if items and not images else []
+            large = len(request.new) > INLINE_PARSE_BYTES
+            new = await run_in_thread_if(large, read) if items and not images else []
         except (ValueError, GatewayRequestError):
             return None
         if not new:
@@ -156,11 +156,6 @@ class Bodies:
             digest = _digest(path, raw[:end]).digest()
             read = _with_shared_parts(_ReadRequest(path, body, call, length=end, digest=digest, tail=raw[end:]))
         self._requests = [*self._requests, read][-_MAX_REQUESTS:]
-
-
-async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
-    """Call ``work``, in a thread if ``raw`` is large."""
-    return work() if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(work)
 
 
 def _read(protocol: Protocol, body: Mapping[str, Any], histories: Histories, max_messages: int) -> Call:

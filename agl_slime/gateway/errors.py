@@ -25,12 +25,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
-_ANTHROPIC_CODES = (THREADS_UNSUPPORTED, "tool_reference_unresolved")
 
 _MOST_EXPLAINED = 64
-_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_ANTHROPIC_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
 
 
 def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestError:
@@ -79,18 +75,3 @@ def explain_once(refusal: GatewayRequestError, rollout_id: str, *, _logged: set[
         _logged.add(kind)
         text = "Rollout %s: a request was refused with %d: %s. Further requests like it are counted, not logged."
         logger.warning(text, rollout_id, refusal.status, str(refusal)[:500])
-
-
-def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:
-    kind = _OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
-
-
-def anthropic_error(refusal: GatewayRequestError) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-    message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
-    error: dict[str, Any] = {"type": kind, "message": message}
-    if refusal.code in _ANTHROPIC_CODES:
-        unsupported = {"unsupported": [refusal.param]} if refusal.code == THREADS_UNSUPPORTED else {}
-        error["details"] = {"error_code": refusal.code, **unsupported}
-    return {"type": "error", "error": error}

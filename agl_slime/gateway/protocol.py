@@ -11,7 +11,6 @@ from typing import Any
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Call, CallResult, number
-from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import is_too_deep, json_bytes, json_value
@@ -36,6 +35,7 @@ _UNDECIDED = ("auto", "default", "")  # efforts that leave it to the model
 _LARGEST = 2**31 - 1  # number that an engine takes
 _LARGEST_SEED = 2**63 - 1  # TRL sends seeds of 63 bits
 _LISTS = ("tools", "include")
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
@@ -45,6 +45,11 @@ def sse(data: Any, event: str | None = None) -> bytes:
 def token_name(ids: list[int]) -> str:
     """A token in log-probs under vLLM's ``return_tokens_as_token_ids``."""
     return f"token_id:{ids[0]}"
+
+
+def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
 class Stream(ABC):

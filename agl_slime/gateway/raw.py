@@ -32,7 +32,7 @@ class RawMatch(Match):
 
 
 @dataclass(slots=True)
-class _TextDigest:
+class _NodeDigests:
     """Lengths in characters and digests of a node's prompt, and of prompt plus answer. Texts that extend each other
     would take quadratic memory."""
 
@@ -101,7 +101,7 @@ class RawTree(Tree):
 
     def __init__(self, template: ChatTemplate, open_session: OpenSession) -> None:
         super().__init__(template, open_session)
-        self._digests: dict[Node, _TextDigest] = {}
+        self._digests: dict[Node, _NodeDigests] = {}
         self._places: dict[bytes, int] = {}
 
     def find(self, messages: Sequence[Message]) -> RawMatch:
@@ -163,7 +163,7 @@ class RawTree(Tree):
         node = Node({}, served, place, place, conversation, len(conversation.session.turns) - 1, 1, cut)
         if match.node is not None and self._digests[match.node].prompt_digest != prompt_digest:
             match.node.continued = True
-        self._digests[node] = _TextDigest(len(prompt), prompt_digest, total, _with_length(digest, total))
+        self._digests[node] = _NodeDigests(len(prompt), prompt_digest, total, _with_length(digest, total))
         return node
 
 

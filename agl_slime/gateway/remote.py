@@ -62,7 +62,7 @@ class StoreGateway(TokenGateway):
         self._unsubscribe = listen_for_ends(
             self._store,
             lambda rollout_id: self._call_soon(lambda: self._end_rollout(rollout_id)),
-            mine=lambda: {rollout_id for rollout_id, _ in self._attempts},
+            own_rollouts=lambda: {rollout_id for rollout_id, _ in self._attempts},
         )
 
     def _stop_services(self) -> None:

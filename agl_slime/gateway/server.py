@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
 from agl_slime.gateway.attempt import MAX_REQUESTS, Attempt
@@ -42,7 +42,7 @@ from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body, whole_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import http_url, public_host, require_token, same_secret
-from agl_slime.support.threads import LoopThread, run_in_thread
+from agl_slime.support.threads import LoopThread, run_in_thread, run_in_thread_if
 
 T = TypeVar("T")
 Address = Mapping[str, "str | None"]
@@ -101,6 +101,16 @@ def add_installed_protocols() -> None:
 def served_paths() -> frozenset[str]:
     """Paths of the clients' protocols, without ``/v1``."""
     return frozenset((*PROTOCOLS, *_OTHER_PATHS[1:]))
+
+
+class ServedResources(dict[str, Any]):
+    """Resources that also answer to ``llm``, the model's name in agents written for other runs. Iteration lists the
+    model once: ``@agl.rollout`` takes the first model and warns about others."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "llm":
+            raise KeyError(name)
+        return self.get(LLM_RESOURCE) or next(value for value in self.values() if isinstance(value, LLM))
 
 
 class Gateway:
@@ -429,8 +439,8 @@ def _protocol_of(path: str, request: web.Request) -> Protocol:
 
 async def _off_loop(call: Call, result: CallResult, write: Callable[[CallResult], T]) -> T:
     """Write a result, in a thread if it may have many log-probs."""
-    few = result.output_tokens * (1 + call.top_log_probs) <= _INLINE_LOG_PROBS_MAX
-    return write(result) if few else await run_in_thread(write, result)
+    many = result.output_tokens * (1 + call.top_log_probs) > _INLINE_LOG_PROBS_MAX
+    return await run_in_thread_if(many, lambda: write(result))
 
 
 class TokenGateway(Gateway):

@@ -17,11 +17,8 @@ _SAMPLING = frozenset(["max_tokens", "stop", "n", "seed", "regex", "ebnf", "json
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     "logit_bias",
 }
-
 _FIXED = frozenset(("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"))
-
 """The answer always has ids and log-probs."""
-
 _ELSEWHERE = frozenset(("stop_token_ids", "routed_experts_prompt_start"))
 
 

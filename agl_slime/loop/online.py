@@ -24,7 +24,7 @@ import psutil
 
 from agl_slime import events
 from agl_slime.agent.access import LLM_RESOURCE
-from agl_slime.data.client import HealthCheck
+from agl_slime.data.enqueueing import HealthCheck
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
@@ -249,7 +249,7 @@ class OnlineRLLoop:
         interrupted = False
         synced_s = idle_in_sync_s = 0.0
         if any(group.ready for group in groups):
-            learning = asyncio.ensure_future(self._learn(iteration))
+            learning = asyncio.ensure_future(self._train_and_sync(iteration))
             interrupted = await finish_step(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
             metrics.update(learning.result())
             synced_s, idle_in_sync_s = metrics[SYNC_S], self._idle_in_sync_s
@@ -295,21 +295,21 @@ class OnlineRLLoop:
             if groups:
                 self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
 
-    async def _learn(self, iteration: int) -> dict[str, Any]:
+    async def _train_and_sync(self, iteration: int) -> dict[str, Any]:
         """Train on the batch, and update the engine's weights."""
         self._in_step = True
         began = time.monotonic()
         self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
-        metrics = await self._step("training", self._train_fn(iteration), iteration) or {}
+        metrics = await self._perform("training", self._train_fn(iteration), iteration) or {}
         if self.settings.deterministic:  # an update in the middle of an answer would come at another token each time
             await self._schedule.drain()
             if self._validations is not None:
-                await self._validations.settle()
+                await self._validations.wait()
         self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
         syncing, idle_before_s = time.monotonic(), self._schedule.idle_s
         version = None
         if self._sync_fn is not None:
-            version = await self._step("weight sync", self._sync_fn(iteration), iteration)
+            version = await self._perform("weight sync", self._sync_fn(iteration), iteration)
         await self._publish_weights(str(iteration if version is None else version))
         self._in_step = False
         self._idle_in_sync_s = self._schedule.idle_s - idle_before_s
@@ -318,7 +318,7 @@ class OnlineRLLoop:
     async def _prepare_validation(self, version: str) -> str | None:
         if self._val_sync_fn is not None:
             name = "weight sync of the validation engine"
-            await self._step(name, call_function(partial(self._val_sync_fn, version)), self._iteration)
+            await self._perform(name, call_function(partial(self._val_sync_fn, version)), self._iteration)
         if self._val_llm is None:
             return None
         return (await self.store.add_resources({**self._resources, LLM_RESOURCE: self._val_llm})).resources_id
@@ -334,7 +334,7 @@ class OnlineRLLoop:
     async def _save(self) -> None:
         if self._save_fn is not None:
             state = await self._current_state()
-            await self._step("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
+            await self._perform("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
             self._saved = state.iteration
 
     async def _save_at_end(self) -> None:
@@ -348,7 +348,7 @@ class OnlineRLLoop:
         except Exception as error:  # the run ends for another reason, which is reported
             logger.warning("No checkpoint of iteration %d was written: %s", state.iteration, format_exception(error))
 
-    async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
+    async def _perform(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """The result of a user's function; an error names the function as ``name``."""
         try:
             return await self._health.wait(work)

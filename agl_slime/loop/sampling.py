@@ -3,7 +3,7 @@
 A group teaches by the differences of its rewards. ``LearnableTasks`` keeps the mean and the spread of each task's
 rewards, the older ones counting less as the policy moves, and draws a task with a chance in proportion to the variance
 that a group of it probably has. Each fourth draw is the task that was drawn longest ago, so that each comes again
-within four draws per task. A draw depends on the seed, its number and what was learned before it alone.
+within four draws per task. A draw depends only on the seed, its number and the rewards learned before it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agl_slime.data.client import Task
+from agl_slime.data.enqueueing import Task
 from agl_slime.errors import ConfigError
 
-FLOOR = 4
-"""One draw in so many is the task that was drawn longest ago."""
+OLDEST_EVERY = 4
+"""Every so many draws comes the task that was drawn longest ago."""
 _HALF_LIFE = 16.0  # policy updates after which a reward counts half
 _PSEUDO_REWARDS = 4.0  # of the average variance of its kind, with which each task begins
 _CANDIDATES = 8  # tasks of a source of which the next is chosen
-_LEAST = 1e-12  # variance of a task
+_MIN_VARIANCE = 1e-12  # variance of a task
 _N, _SUM, _SQUARES, _UPDATE, _DRAWN, _WEIGHT = range(6)  # columns: the last draw, and how often the source has the task
 
 
@@ -71,24 +71,24 @@ class LearnableTasks:
         self._table = np.zeros((len(self._index), 6))
         np.add.at(self._table[:, _WEIGHT], [self._index[key] for key in keys], 1)
         self._table[:, _DRAWN] = np.arange(len(self._table)) - len(self._table)  # as if drawn in this order before
-        self._draws = self._groups = self._made = 0
+        self._draws = self._groups = self._candidates_drawn = 0
         self._range: list[float] = []
         self._bounds: np.ndarray | None = None
 
     def next(self) -> Task:
-        rng, longest_ago = random.Random(f"{self._seed}:{self._draws}"), self._draws % FLOOR == FLOOR - 1
+        rng, longest_ago = random.Random(f"{self._seed}:{self._draws}"), self._draws % OLDEST_EVERY == OLDEST_EVERY - 1
         if self._source is None:
             place = int(self._table[:, _DRAWN].argmin()) if longest_ago else self._choose(rng)
             task = self._tasks[place]
         else:
             tasks = self._candidates(_CANDIDATES)
-            places = [self._place(task) for task in tasks]
+            places = [self._row_of(task) for task in tasks]
             for each in places:
                 self._table[each, _WEIGHT] += 1
             if longest_ago:
                 chosen = int(self._table[places, _DRAWN].argmin())
             else:
-                chances = (self.variances()[places] + _LEAST).tolist()
+                chances = (self.variances()[places] + _MIN_VARIANCE).tolist()
                 [chosen] = rng.choices(range(len(tasks)), weights=chances)
             task, place = tasks[chosen], places[chosen]
         self._table[place, _DRAWN] = self._draws
@@ -100,7 +100,7 @@ class LearnableTasks:
         self._groups += 1
         if not rewards:
             return
-        row = self._table[self._place(task)]
+        row = self._table[self._row_of(task)]
         row[:_UPDATE] *= 0.5 ** ((now - row[_UPDATE]) / _HALF_LIFE)
         row[:_UPDATE] += len(rewards), sum(rewards), sum(reward * reward for reward in rewards)
         row[_UPDATE] = now
@@ -124,7 +124,7 @@ class LearnableTasks:
     def teaches(self, task: Task) -> bool:
         """Whether the task's rewards probably have at least half of the largest variance."""
         low, high = self._range or [0.0, 1.0]
-        return float(self.variances()[self._place(task)]) >= (high - low) ** 2 / 8
+        return float(self.variances()[self._row_of(task)]) >= (high - low) ** 2 / 8
 
     def uniform_mean(self) -> float | None:
         """The mean reward as under uniform sampling: of the tasks' means, each as often as the source has it."""
@@ -134,22 +134,22 @@ class LearnableTasks:
     def state(self) -> dict[str, Any]:
         rows = {key: self._table[place].tolist() for key, place in self._index.items()}
         drawn = {key: row for key, row in rows.items() if self._source is not None or row[_DRAWN] >= 0}
-        numbers = {"draws": self._draws, "groups": self._groups, "made": self._made}
+        numbers = {"draws": self._draws, "groups": self._groups, "made": self._candidates_drawn}
         return {**numbers, "range": self._range, "tasks": drawn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._draws, self._groups = state["draws"], state["groups"]
         self._range = state["range"]
-        while self._source is not None and self._made < state["made"]:
-            self._candidates(min(1_000, state["made"] - self._made))
+        while self._source is not None and self._candidates_drawn < state["made"]:
+            self._candidates(min(1_000, state["made"] - self._candidates_drawn))
         for key, row in state["tasks"].items():
-            place = self._at(key)
+            place = self._row_of_key(key)
             self._table[place] = row
         self._bounds = None
 
     def _choose(self, rng: random.Random) -> int:
         if self._bounds is None:
-            self._bounds = np.cumsum(self.variances() * self._table[:, _WEIGHT] + _LEAST)
+            self._bounds = np.cumsum(self.variances() * self._table[:, _WEIGHT] + _MIN_VARIANCE)
         return int(np.searchsorted(self._bounds, rng.random() * self._bounds[-1], side="right"))
 
     def _candidates(self, n: int) -> list[Task]:
@@ -159,14 +159,14 @@ class LearnableTasks:
             if not (more := self._source.next_batch(n - len(tasks))):
                 raise ConfigError(f"{type(self._source).__name__}.next_batch returned no task; it must start over")
             tasks += more
-        self._made += n
+        self._candidates_drawn += n
         return tasks
 
-    def _place(self, task: Task) -> int:
+    def _row_of(self, task: Task) -> int:
         """The task's row; of a source's, that of its kind."""
-        return self._at(task_key(task) if self._source is None else _kind(task))
+        return self._row_of_key(task_key(task) if self._source is None else _kind(task))
 
-    def _at(self, key: str) -> int:
+    def _row_of_key(self, key: str) -> int:
         if (place := self._index.setdefault(key, len(self._index))) == len(self._table):
             self._kinds = np.append(self._kinds, 0)  # first, for ``variances`` in another thread
             self._table = np.vstack([self._table, [[0, 0, 0, 0, -1, 0]]])
@@ -175,16 +175,3 @@ class LearnableTasks:
 
 def _kind(task: Task) -> str:
     return str(task.get("kind", "")) if isinstance(task, dict) else ""
-
-
-class SampledTasks:
-    """The ``TaskSource`` of a ``TaskSampler``."""
-
-    def __init__(self, sampler: TaskSampler) -> None:
-        self.sampler = sampler
-
-    def next_batch(self, n: int) -> list[Task]:
-        tasks = [self.sampler.next() for _ in range(n)]
-        for task in tasks:
-            task_key(task)
-        return tasks

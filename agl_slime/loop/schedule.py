@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from agl_slime.data.client import HealthCheck, TaskGroup, enqueue_groups, enqueue_requests, run_rollouts
+from agl_slime.data.enqueueing import HealthCheck, TaskGroup, enqueue_groups, enqueue_requests, run_rollouts
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError, LoopError
@@ -63,15 +63,15 @@ class Schedule:
         self._ended: dict[int, GroupResult] = {}
         self._numbers: dict[str, int] = {}  # of groups in flight
         self._dropped: list[int] = []  # dropped groups that have not been replaced
-        self._taken: dict[str, int] = {}  # ready groups of the current batch, with their admission steps
+        self._current_batch: dict[str, int] = {}  # its ready groups, with their admission steps
         self._unlearned: list[GroupResult] = []  # groups of batches since the last ``advance``
         self._replaced: list[GroupResult] = []  # dropped groups that were replaced since the last batch
         self._any_succeeded = False
         self._changed = asyncio.Event()
         self._drawing = asyncio.Lock()  # training and validation tasks may come from the same function of an agent
         self._tasks: TaskCursor | None = None
-        self._filling: asyncio.Task[None] | None = None
-        self._over = False
+        self._enqueueing: asyncio.Task[None] | None = None
+        self._stopped = False
         self._idle_s, self._idle_since = 0.0, time.monotonic()
         for group in data_source.ready_groups():
             # synchronous mode: skip ready groups that are not in the checkpoint
@@ -107,18 +107,18 @@ class Schedule:
         """Wait for the next batch; returns it with the dropped groups that were replaced since the last one. With a
         staleness limit above 0, the data source delivers the batch's ready groups next."""
         began, self._tasks = self._tasks is not None, tasks
-        self._fill()
-        if not began and self._filling is not None:
+        self._start_enqueueing()
+        if not began and self._enqueueing is not None:
             # interrupted groups of a resumed run are older than its ready ones: admit them first
-            await self._health.wait(self._filling)
+            await self._health.wait(self._enqueueing)
         while (batch := self._admission.take()) is None:
-            if self._filling is not None and self._filling.done():
-                self._filling.result()  # raises an error of the store or the tasks
+            if self._enqueueing is not None and self._enqueueing.done():
+                self._enqueueing.result()  # raises an error of the store or the tasks
             self._changed.clear()
             await self._health.wait(self._changed.wait())
         groups = [self._ended.pop(number) for number in batch]
         ages = zip(groups, self._admission.batch.items(), strict=True)
-        self._taken = {str(number): step for group, (number, step) in ages if group.ready}
+        self._current_batch = {str(number): step for group, (number, step) in ages if group.ready}
         self._dropped = [number for number in self._dropped if number in self._ended]
         self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
         if not self._ahead:
@@ -131,14 +131,14 @@ class Schedule:
 
     async def drain(self) -> None:
         """Wait until no training rollout is in flight."""
-        while self._admission.in_flight or (self._filling is not None and not self._filling.done()):
+        while self._admission.in_flight or (self._enqueueing is not None and not self._enqueueing.done()):
             self._changed.clear()
             await self._health.wait(self._changed.wait())
 
     def reject(self) -> None:
         """Discard the current batch without training on it; the next ``collect`` returns another for the same step."""
         self._data_source.reserve(None)
-        self._taken = {}
+        self._current_batch = {}
         self._admission.reject(self._settings.rollout_batch_size)
 
     def advance(self) -> None:
@@ -149,17 +149,17 @@ class Schedule:
         self._unlearned = []
         # an interrupted group for which no place was left, as dropped ones were drawn again before it, gets a new age
         self._restored = {}
-        self._taken = {}
+        self._current_batch = {}
         if not self._ahead:
             return
         if undelivered := self._data_source.reserve(None):
             fix = "with max_staleness it must take the whole batch"
             raise LoopError(f"slime_train_fn left {undelivered} groups of its batch; {fix}")
-        self._fill()
+        self._start_enqueueing()
 
     def admitted(self) -> dict[str, int]:
         """``LoopState.admitted`` for a checkpoint, including the current batch until it is trained on."""
-        return {**self._admission.state(), **self._taken}
+        return {**self._admission.state(), **self._current_batch}
 
     async def validate(self, tasks: ValidationTasks, *, resources_id: str | None = None) -> list[MemberResult]:
         """Results of one rollout for each validation task, never trained on; ``resources_id`` replaces the resources of
@@ -171,16 +171,16 @@ class Schedule:
 
     def stop(self) -> None:
         """Begin no further groups at the end of a run: one begun beside its last checkpoint would never be trained."""
-        self._over = True
+        self._stopped = True
 
     async def cancel_outstanding(self) -> None:
         """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
         first: finalized by the cancellation, a group would count its task as finished."""
         self.stop()
-        if self._filling is not None:
+        if self._enqueueing is not None:
             # let it finish: rollouts that are enqueued but not in the ledger would never end there
-            await asyncio.wait({self._filling}, timeout=_CANCEL_TIMEOUT_S)
-            self._filling.cancel()
+            await asyncio.wait({self._enqueueing}, timeout=_CANCEL_TIMEOUT_S)
+            self._enqueueing.cancel()
         outstanding = self._data_source.ledger.open_ids()
         if not outstanding:
             return
@@ -193,22 +193,22 @@ class Schedule:
             cancelling.cancel()
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
 
-    def _fill(self) -> None:
+    def _start_enqueueing(self) -> None:
         """Start to enqueue as many groups as may be admitted."""
-        if self._over or self._admission.free <= 0:
+        if self._stopped or self._admission.free <= 0:
             return
         # a failed task stays: ``collect`` raises its error
-        if self._filling is None or (self._filling.done() and self._filling.exception() is None):
-            self._filling = asyncio.ensure_future(self._enqueue_free())
-            self._filling.add_done_callback(lambda task: self._changed.set())
+        if self._enqueueing is None or (self._enqueueing.done() and self._enqueueing.exception() is None):
+            self._enqueueing = asyncio.ensure_future(self._enqueue_groups())
+            self._enqueueing.add_done_callback(lambda task: self._changed.set())
 
-    async def _enqueue_free(self) -> None:
+    async def _enqueue_groups(self) -> None:
         assert self._tasks is not None
         size = self._settings.n_samples_per_prompt
         enqueue = partial(self._enqueue, size=size, mode="train")
         while (n := self._admission.free) > 0:
             groups = await self._draw(self._tasks.take, n)
-            if self._over:
+            if self._stopped:
                 return
             self._admit(groups)
             await enqueue_groups(self._data_source, groups, enqueue, size=size, mode="train")
@@ -242,13 +242,13 @@ class Schedule:
         """Replace dropped groups, as many as the settings allow; further dropped groups occupy places in a batch. While
         every rollout fails, nothing is replaced, so that the run stops early."""
         settings = self._settings
-        if (most := settings.max_replaced_groups) is None:
-            most = settings.rollout_batch_size * (_PILOTS if settings.group_pilot else 1)
-        while self._any_succeeded and self._dropped and len(self._replaced) < most:
+        if (limit := settings.max_replaced_groups) is None:
+            limit = settings.rollout_batch_size * (_PILOTS if settings.group_pilot else 1)
+        while self._any_succeeded and self._dropped and len(self._replaced) < limit:
             number = self._dropped.pop(0)
             self._admission.replace(number)
             self._replaced.append(self._ended.pop(number))
-        self._fill()
+        self._start_enqueueing()
 
     @staticmethod
     def _number(instance_id: str | None) -> int:

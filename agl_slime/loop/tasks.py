@@ -12,9 +12,9 @@ from itertools import count, cycle, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agl_slime.data.client import Task, TaskGroup
+from agl_slime.data.enqueueing import Task, TaskGroup
 from agl_slime.errors import ConfigError
-from agl_slime.loop.sampling import LearnableTasks, SampledTasks, TaskSampler
+from agl_slime.loop.sampling import LearnableTasks, TaskSampler, task_key
 from agl_slime.loop.task_files import read_rows, without_bytes
 from agl_slime.metric_names import REWARD_MEAN_UNIFORM
 
@@ -37,6 +37,19 @@ class EndlessTasks:
 
     def next_batch(self, n: int) -> list[Task]:
         return list(islice(self._tasks, n))
+
+
+class SampledTasks:
+    """The ``TaskSource`` of a ``TaskSampler``."""
+
+    def __init__(self, sampler: TaskSampler) -> None:
+        self.sampler = sampler
+
+    def next_batch(self, n: int) -> list[Task]:
+        tasks = [self.sampler.next() for _ in range(n)]
+        for task in tasks:
+            task_key(task)
+        return tasks
 
 
 def shuffled(tasks: Sequence[Any], seed: str) -> list[Any]:
@@ -199,13 +212,12 @@ class TaskCursor:
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; call ``repeat`` or ``reconcile`` next, as its groups in flight may be lost."""
         self._name = state.get("name", self._name)
-        drawn, in_flight, repeated = state["drawn"], state["under_way"].items(), state["again"]
-        names = repeated.items() if isinstance(repeated, dict) else enumerate(repeated)  # a list in earlier versions
+        in_flight, repeated = state["under_way"].items(), state["again"].items()
         self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
-        self._repeated.extend(_renamed(TaskGroup(str(name), task)) for name, task in names)
+        self._repeated.extend(_renamed(TaskGroup(group_id, task)) for group_id, task in repeated)
         if self._sampler is not None and "sampling" in state:
             self._restore_sampling(state["sampling"])
-        self.skip_to(drawn)
+        self.skip_to(state["drawn"])
 
 
 def _renamed(group: TaskGroup) -> TaskGroup:

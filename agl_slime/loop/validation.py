@@ -71,18 +71,18 @@ class Validations:
             return await self._validate_now(iteration, done=iteration) if due else {}
         if last:
             self._due = None
-            ended = await self._end()
+            ended = await self._wait_for_metrics()
             self._begin(iteration)
             earlier = {name: value for name, value in ended.items() if name.startswith(_START)}
             if VAL_REWARD_MEAN in ended:
                 earlier[VAL_EARLIER_REWARD_MEAN] = ended[VAL_REWARD_MEAN]
-            return {**earlier, **await self._end()}
-        metrics = self._ended()
+            return {**earlier, **await self._wait_for_metrics()}
+        metrics = self._take_metrics()
         if due:
             self._begin(iteration)
         return metrics
 
-    async def settle(self) -> None:
+    async def wait(self) -> None:
         """Wait until the running validation ends."""
         if self._running is not None:
             await asyncio.wait({self._running})
@@ -96,14 +96,14 @@ class Validations:
         self.count += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version()}
         resources_id = await self._prepare(self._version())
-        return self._judged(await self._schedule.validate(self._tasks, resources_id=resources_id), done)
+        return self._metrics_of(await self._schedule.validate(self._tasks, resources_id=resources_id), done)
 
     async def _validate_concurrently(self, iteration: int) -> dict[str, Any]:
         """Validate the current weights, on the separate engine if there is one, else ahead of the queue."""
         version = self._version()
         members = await self._schedule.validate(self._tasks, resources_id=await self._prepare(version))
         self.count += 1
-        metrics = self._judged(members, iteration)
+        metrics = self._metrics_of(members, iteration)
         if iteration == 0:
             metrics = _rename_start_metrics(metrics)
         now = version if self._own_engine else self._version()
@@ -111,7 +111,7 @@ class Validations:
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
-    def _judged(self, members: Sequence[MemberResult], done: int) -> dict[str, Any]:
+    def _metrics_of(self, members: Sequence[MemberResult], done: int) -> dict[str, Any]:
         """The metrics of a validation after ``done`` iterations; warns if many of its rollouts failed."""
         metrics = eval_metrics(members, first=self.first)
         self.first = self.first or reward_by_task(members)
@@ -130,7 +130,7 @@ class Validations:
         else:
             self._due = iteration
 
-    def _ended(self) -> dict[str, Any]:
+    def _take_metrics(self) -> dict[str, Any]:
         """The metrics of a validation that ended since the last call; raises its error."""
         if self._running is None or not self._running.done():
             return {}
@@ -140,6 +140,6 @@ class Validations:
             self._begin(due)
         return metrics
 
-    async def _end(self) -> dict[str, Any]:
-        await self.settle()
-        return self._ended()
+    async def _wait_for_metrics(self) -> dict[str, Any]:
+        await self.wait()
+        return self._take_metrics()

@@ -142,7 +142,7 @@ def make_runners(
 
         return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
     if plan.kind == "process":
-        from agl_slime.runner.processes import ProcessPool as Pool
+        from agl_slime.runner.process_pool import ProcessPool as Pool
     else:
         from agl_slime.runner.ray import RayPool as Pool
     return Pool(plan=plan, agent=agent, store=store)

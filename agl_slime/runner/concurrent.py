@@ -54,7 +54,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     """A ``LitAgentRunner`` that keeps up to ``max_concurrent`` rollouts in flight on one event loop.
 
     ``on_finished`` is called on the runner's loop with the rollout's id once an attempt has ended in the store; it must
-    not block. ``name`` identifies this runner in the store and must be unique there. ``verdict`` marks a worker
+    not block. ``name`` identifies this runner in the store and must be unique there. ``reason_fd`` marks a worker
     process, which is killed when it is stuck: the file descriptor that gets the reason, or -1.
     """
 
@@ -64,7 +64,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         settings: RunnerSettings | None = None,
         on_finished: FinishedListener | None = None,
         name: str | None = None,
-        verdict: int | None = None,
+        reason_fd: int | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
         super().__init__(
@@ -84,7 +84,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._cancelling = False
         self._limit = self.settings.max_concurrent
         self._next_claim = _FIRST_CLAIM
-        self._lag = LagMonitor(self.settings, verdict=verdict)
+        self._lag = LagMonitor(self.settings, reason_fd=reason_fd)
 
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
@@ -149,7 +149,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         stop_heartbeat = self._start_heartbeat_loop(store)
-        unsubscribe = listen_for_ends(store, self.cancel, mine=self._claimed, only_cancelled=True)
+        unsubscribe = listen_for_ends(store, self.cancel, own_rollouts=self._claimed, only_cancelled=True)
         freeze_gc()
         stop_containing = contain_tasks(self._loop)
         self._lag.start()
@@ -194,7 +194,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             return False
         claimed = await self.get_store().dequeue_many_rollouts(limit=limit, worker_id=self.get_worker_id())
         for rollout in claimed:
-            self._lag.allow(rollout.config.timeout_seconds or self.settings.timeout_s or math.inf)
+            self._lag.extend_limit(rollout.config.timeout_seconds or self.settings.timeout_s or math.inf)
             task = asyncio.create_task(self._execute(rollout), name=rollout.rollout_id)
             self._in_flight.add(task)
             task.add_done_callback(self._retire)

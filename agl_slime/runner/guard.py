@@ -133,7 +133,7 @@ class GuardedAgent:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
         cancel = asyncio.get_running_loop().create_future()
         self._running[rollout.rollout_id] = cancel
-        inner = asyncio.ensure_future(call() if self._gateway is None else self._in_turn(call))
+        inner = asyncio.ensure_future(call() if self._gateway is None else self._start_in_turn(call))
         try:
             await self._wait(inner, cancel, limit, rollout)
             if not inner.done():
@@ -154,7 +154,7 @@ class GuardedAgent:
             if self._running.get(rollout.rollout_id) is cancel:
                 del self._running[rollout.rollout_id]
 
-    async def _in_turn(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _start_in_turn(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run the agent, whose first step may be long (it makes a client), after the earlier ones: many such steps in a
         row would block the loop for longer than connections may take."""
         async with self._start_lock:

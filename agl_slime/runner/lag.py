@@ -34,13 +34,13 @@ _monitors: list[LagMonitor] = []  # the first one's child watches this process
 class LagMonitor:
     """Warns once per loop when user code blocks it for ``lag_warning_s``, and ends a process that is stuck.
 
-    Call its methods on the loop. ``verdict`` marks a worker process, which may hold the interpreter lock or block the
+    Call its methods on the loop. ``reason_fd`` marks a worker process, which may hold the interpreter lock or block the
     loop for ``stuck_after_s``: the descriptor of the connection that gets the reason, or -1.
     """
 
-    def __init__(self, settings: RunnerSettings, *, verdict: int | None = None) -> None:
+    def __init__(self, settings: RunnerSettings, *, reason_fd: int | None = None) -> None:
         self._threshold_s, self._stuck_s = settings.lag_warning_s, settings.stuck_after_s
-        self._verdict, self._worker = -1 if verdict is None else verdict, verdict is not None
+        self._reason_fd, self._worker = -1 if reason_fd is None else reason_fd, reason_fd is not None
         self._advice = "other workers retry its rollouts" if self._worker else _ADVICE
         self._limit_s = self._stuck_s
         self._ticked = self._ticked_cpu = 0.0
@@ -62,7 +62,7 @@ class LagMonitor:
         self._thread = threading.Thread(target=self._monitor, name="agl-slime-lag-monitor", daemon=True)
         self._thread.start()
 
-    def allow(self, limit_s: float) -> None:
+    def extend_limit(self, limit_s: float) -> None:
         """Let the code of a rollout with this time limit hold the interpreter lock as long; in a worker half as long at
         most, before the store cancels the worker's other rollouts at their limits."""
         longest_s = min(self._limit_s, max(_NAME_AFTER_S, limit_s / 2)) if self._worker else max(self._limit_s, limit_s)
@@ -93,7 +93,7 @@ class LagMonitor:
             if self._worker and late_s > self._limit_s > 0:
                 stack = stack_of(sys._current_frames()[self._loop_thread])
                 reason = f"since its event loop was blocked for {late_s:.0f} s in {place_of(stack)}"
-                watch.kill(os.getpid(), self._verdict, reason, rollout_in(stack), self._advice)
+                watch.kill(os.getpid(), self._reason_fd, reason, rollout_in(stack), self._advice)
             if late_s > self._threshold_s > 0 and self.warning is None:
                 self._check(late_s)
 
@@ -115,9 +115,9 @@ class LagMonitor:
                 logger.warning("Code that holds the interpreter lock will not be detected: %s", error)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        arguments = os.getpid(), self._verdict, min(_NAME_AFTER_S, self._stuck_s / 2), self._advice
+        arguments = os.getpid(), self._reason_fd, min(_NAME_AFTER_S, self._stuck_s / 2), self._advice
         command = [sys.executable, "-I", "-S", watch.__file__, *map(str, arguments)]
-        inherited = [self._verdict] * (self._verdict >= 0)
+        inherited = [self._reason_fd] * (self._reason_fd >= 0)
         # a session of its own: the terminal's signals do not reach it
         child = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, pass_fds=inherited, start_new_session=True)
         assert child.stdin is not None

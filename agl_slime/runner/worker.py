@@ -51,13 +51,13 @@ class WorkerSpec:
 
 
 class Worker:
-    """One ``ConcurrentRunner`` with a store over HTTP, in a dedicated process. ``verdict``: the file descriptor that
+    """One ``ConcurrentRunner`` with a store over HTTP, in a dedicated process. ``reason_fd``: the file descriptor that
     gets the reason if the process watch kills it, or -1."""
 
-    def __init__(self, spec: WorkerSpec, verdict: int = -1) -> None:
+    def __init__(self, spec: WorkerSpec, reason_fd: int = -1) -> None:
         configure_worker_process()
         self._spec = spec
-        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, verdict=verdict)
+        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, reason_fd=reason_fd)
 
     def execute(self, command: Command) -> None:
         """Execute a command of the pool. Thread-safe."""

@@ -109,7 +109,7 @@ RUNNING = frozenset({"preparing", "running"})
 _ATTEMPT_STATUSES = frozenset(get_args(Attempt.model_fields["status"].annotation))
 
 # Extra attempts of a rollout whose runners died, beyond its own number; after that the rollout may be the cause.
-_DEATHS_FORGIVEN = 2
+_RETRIED_DEATHS = 2
 # Metadata key of attempts whose runner died.
 WORKER_DIED = "agl_slime.worker_died"
 _WARN_AT = 0.8  # of the unreleased bytes
@@ -150,8 +150,8 @@ class BridgeStore(InMemoryLightningStore):
         self._next_checks: dict[str, float] = {}  # of running rollouts with limits, in seconds since the epoch
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
-        self._failed_at: dict[str, float] = {}  # worker id -> its last heartbeat before it was failed
-        self._gone: set[str] = set()  # runners that have ended for good
+        self._last_heartbeats: dict[str, float] = {}  # worker id -> its last heartbeat before it was failed
+        self._ended_workers: set[str] = set()  # runners that have ended for good
         self.served = False
         """Whether other processes read the store: tasks must then be JSON."""
 
@@ -288,7 +288,7 @@ class BridgeStore(InMemoryLightningStore):
         """
         with self.collections.lock:
             if gone:
-                self._gone.add(worker_id)
+                self._ended_workers.add(worker_id)
             lost = []
             for rollout_id in list(self._running_rollout_ids):
                 latest = self.collections.latest_attempt(rollout_id)
@@ -296,20 +296,20 @@ class BridgeStore(InMemoryLightningStore):
                     lost.append(latest)
         for attempt in lost:
             if attempt.rollout_id != cause:
-                await self._forgive(attempt, blameless=bool(cause))
+                await self._allow_retry(attempt, blameless=bool(cause))
             died = {**(attempt.metadata or {}), WORKER_DIED: reason}
             await self.update_attempt(attempt.rollout_id, attempt.attempt_id, status="unresponsive", metadata=died)
         if lost:
             logger.warning("Runner %s is dead (%s); others retry its %d rollouts.", worker_id, reason, len(lost))
         return [attempt.rollout_id for attempt in lost]
 
-    async def _forgive(self, attempt: Attempt, *, blameless: bool) -> None:
+    async def _allow_retry(self, attempt: Attempt, *, blameless: bool) -> None:
         """Allow the rollout one more attempt if few of its runners have died, or another rollout was the cause."""
         with self.collections.lock:
             rollout = self.collections.rollout(attempt.rollout_id)
             attempts = self.collections.attempts_of(attempt.rollout_id).values()
             deaths = sum(WORKER_DIED in (each.metadata or {}) for each in attempts)
-        if rollout is None or (deaths >= _DEATHS_FORGIVEN and not blameless):
+        if rollout is None or (deaths >= _RETRIED_DEATHS and not blameless):
             return
         config = rollout.config
         if config.max_attempts > attempt.sequence_id and "unresponsive" in config.retry_condition:
@@ -327,10 +327,10 @@ class BridgeStore(InMemoryLightningStore):
                 for worker in list(self.collections._workers._items.values())
                 if worker.last_heartbeat_time is not None
                 and now - worker.last_heartbeat_time > self._dead_worker_seconds
-                and self._failed_at.get(worker.worker_id) != worker.last_heartbeat_time
+                and self._last_heartbeats.get(worker.worker_id) != worker.last_heartbeat_time
             ]
         for worker_id, heartbeat in silent:
-            self._failed_at[worker_id] = heartbeat
+            self._last_heartbeats[worker_id] = heartbeat
             await self.fail_worker(worker_id, reason=f"no heartbeat for {now - heartbeat:.0f} s")
 
     # -- Agent Lightning's hooks --------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class BridgeStore(InMemoryLightningStore):
             return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
 
     def _delivers_to(self, worker_id: str | None) -> bool:
-        return not self._backpressure and worker_id not in self._gone
+        return not self._backpressure and worker_id not in self._ended_workers
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         update = await super().add_resources(resources)

@@ -94,7 +94,7 @@ class RemoteStore(LightningStoreClient):
             body = orjson.dumps(
                 {"server_instance_id": position.server_instance_id, "after": position.last, "wait_s": wait_s}
             )
-            post = partial(self._page, path, body, timeout_s=wait_s + 10.0)
+            post = partial(self._fetch_page, path, body, timeout_s=wait_s + 10.0)
             try:
                 # an answer that is not a page comes from something in front of the store, such as a proxy: retry
                 page = await backoff.run(post, lambda error: is_transient(error) or isinstance(error, ValueError))
@@ -105,7 +105,7 @@ class RemoteStore(LightningStoreClient):
             if page["rollout_ids"] or page["missed"] or page["server_instance_id"] != position.server_instance_id:
                 yield page
 
-    async def _page(self, path: str, body: bytes, *, timeout_s: float) -> FeedPage:
+    async def _fetch_page(self, path: str, body: bytes, *, timeout_s: float) -> FeedPage:
         answer = await self._post(path, body, timeout_s=timeout_s)
         if not isinstance(answer, dict) or not answer.keys() >= FeedPage.__required_keys__:
             raise ValueError(f"{self.server_address_root}{path} did not answer with a page of a feed")
@@ -221,14 +221,14 @@ def listen_for_ends(
     store: LightningStore,
     notify: Callable[[str], None],
     *,
-    mine: Callable[[], Collection[str]],
+    own_rollouts: Callable[[], Collection[str]],
     only_cancelled: bool = False,
 ) -> Callable[[], object]:
     """Call ``notify(rollout_id)`` for each rollout that ends in the store from now on, or is cancelled there. Calls may
     repeat, come on any thread, and concern other listeners' rollouts. The returned function unsubscribes.
 
-    ``mine`` returns this listener's rollouts, whose status is looked up after an interruption of a remote store's feed.
-    Does nothing for stores without notifications.
+    ``own_rollouts`` returns this listener's rollouts, whose status is looked up after an interruption of a remote
+    store's feed. Does nothing for stores without notifications.
     """
     if isinstance(store, BridgeStore):
 
@@ -245,7 +245,7 @@ def listen_for_ends(
             notify(rollout_id)
 
     async def catch_up(page: FeedPage) -> Collection[str]:
-        ids = {*mine()}
+        ids = {*own_rollouts()}
         statuses = await store.statuses(ids) if ids else {}
         if only_cancelled:
             return {name for name, status in statuses.items() if status == "cancelled"}

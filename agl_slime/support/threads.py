@@ -211,6 +211,11 @@ run_user_code = _users.run
 """Runs users' synchronous code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for its exceptions."""
 
 
+async def run_in_thread_if(heavy: bool, work: Callable[[], T]) -> T:
+    """The result of ``work``, which runs in a thread if it is ``heavy``."""
+    return await run_in_thread(work) if heavy else work()
+
+
 async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result of a user's function or callable object: awaited if it is async, else by ``run_user_code``."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004

@@ -94,14 +94,14 @@ def place_of(stack: Sequence[Frame]) -> str:
     return f"{frame.function}(){rollout and f' of rollout {rollout}'} at {frame.path}:{frame.line}"
 
 
-def kill(pid: int, verdict: int, reason: str, rollout: str, advice: str) -> None:
-    """Kill a process. The ``multiprocessing`` connection with the descriptor ``verdict`` gets the reason and the
+def kill(pid: int, reason_fd: int, reason: str, rollout: str, advice: str) -> None:
+    """Kill a process. The ``multiprocessing`` connection with the descriptor ``reason_fd`` gets the reason and the
     rollout that caused it; without one (-1) standard error gets the reason and the advice."""
-    if verdict >= 0:
+    if reason_fd >= 0:
         from multiprocessing.connection import Connection
 
         with suppress(OSError):
-            Connection(verdict).send((f"killed {reason}", rollout))
+            Connection(reason_fd).send((f"killed {reason}", rollout))
     else:
         _print(f"error: killed {reason}; {advice}")
     os.kill(pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def _print(text: str) -> None:
 # -- in the child ----------------------------------------------------------------------------------------------------
 
 
-def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
+def _watch(pid: int, reason_fd: int, name_after_s: float, advice: str) -> None:
     """Watch the process until it ends. Its heartbeats, each with the limit, and its stacks come by standard input."""
     silent_s, limit_s, printed = 0.0, math.inf, False
     look_s: float | None = None  # until the first heartbeat, before which a signal for a stack would end the process
@@ -126,7 +126,7 @@ def _watch(pid: int, verdict: int, name_after_s: float, advice: str) -> None:
             silent_s += _LOOK_S
         if silent_s >= limit_s:
             holder, rollout = _holder(pid)
-            kill(pid, verdict, f"after {limit_s:g} s: {holder}", rollout, advice)
+            kill(pid, reason_fd, f"after {limit_s:g} s: {holder}", rollout, advice)
             return
         if not printed and silent_s >= name_after_s:
             printed = True

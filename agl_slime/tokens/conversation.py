@@ -8,14 +8,16 @@ classified and counted. A fork costs context tokens, never a sampled one: each i
 New text follows a special token (an end of turn); tokenizers split there before BPE, so no merge crosses it.
 Where there is none (a partial answer that is continued), ``open_boundaries`` counts the token boundary: the ids left of
 it are still the engine's, those right of it a valid encoding.
+
+From ``_WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
+after it (at least the last ``_WINDOW_TAIL``). To check, the whole conversation is rendered each time its length has
+doubled (``docs/decisions/003-history-windows.md``).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +29,12 @@ from agl_slime.engine.client.generation import Generation
 from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.blanks import TextDigest
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.fields import AnswerMessages
 from agl_slime.tokens.forks import ForkReason, classify_edit, explain_once
 from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.systems import SYSTEM_ROLES
 from agl_slime.tokens.template import (
     Addition,
     ChatTemplate,
@@ -38,7 +42,6 @@ from agl_slime.tokens.template import (
     Rendering,
     RewrittenHistory,
     SampledAnswer,
-    history_window,
 )
 from agl_slime.tokens.thinking import thinking_argument
 from agl_slime.tokens.tokenizer import encode_text, longest_prefix
@@ -76,6 +79,7 @@ class Plan:
 
 # Tokenizing takes about a millisecond per this many characters; a longer text is worth a thread.
 LONG_TEXT_CHARS = 8_000
+_WINDOW_FROM, _WINDOW_TAIL = 32, 8  # messages
 _MAX_GENERATION_PROMPTS = 256  # kept per template; most have one
 
 
@@ -142,17 +146,17 @@ class ChatContext:
 
     def prompt_ids(self) -> list[int]:
         """Token ids of the whole conversation, with the generation prompt of the next answer."""
-        _, unchanged, make = self._next()
-        return [*self._make_prompt(unchanged, make)]
+        _, unchanged, make = self._prepare_prompt()
+        return [*self._finish_prompt(unchanged, make)]
 
     async def prompt(self) -> PromptIds:
         """``prompt_ids()``; in a thread if much text has to be tokenized, as at most forks."""
-        chars, unchanged, make = self._next()
+        chars, unchanged, make = self._prepare_prompt()
         if chars <= LONG_TEXT_CHARS:
-            return self._make_prompt(unchanged, make)
-        return await run_in_thread(self._make_prompt, unchanged, make)
+            return self._finish_prompt(unchanged, make)
+        return await run_in_thread(self._finish_prompt, unchanged, make)
 
-    def _make_prompt(self, unchanged: int, make: Callable[[], Plan]) -> PromptIds:
+    def _finish_prompt(self, unchanged: int, make: Callable[[], Plan]) -> PromptIds:
         plan = make()
         new = self.messages[unchanged:]
         self._last_prompt = plan, [*self._history[:unchanged], *(map(dict, new) if self._copies else new)]
@@ -212,7 +216,7 @@ class ChatContext:
 
     # -- the next prompt -----------------------------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, int, Callable[[], Plan]]:
+    def _prepare_prompt(self) -> tuple[int, int, Callable[[], Plan]]:
         """About how many characters the next prompt has to tokenize, the number of unchanged messages, and a function
         that makes the prompt."""
         messages = self.messages
@@ -220,32 +224,33 @@ class ChatContext:
             raise ConfigError("the conversation has no messages any more; there is nothing to ask")
         if not self._turns:
             cache = self._template.prompt_cache
-            make = self._rendered if cache is None else functools.partial(cache.get, messages, self._rendered)
+            make = self._plan_whole if cache is None else functools.partial(cache.get, messages, self._plan_whole)
             return _chars(messages), 0, make
         last = self._turns[-1]
         unchanged = shared_length(messages, self._history)
         if _continues(messages) and len(messages) == last.n_messages and unchanged >= last.n_messages - 1:
             if _content(messages[-1]).startswith(last.continued):
-                return _chars(messages[-1:]), unchanged, functools.partial(self._continued, last)
+                return _chars(messages[-1:]), unchanged, functools.partial(self._plan_continued, last)
             unchanged = last.n_messages - 1  # the answer was edited from its start
         if unchanged < last.n_messages:
             reason = self._classify_edit(unchanged)
-        elif isinstance(addition := self._addition(self._base, last), Addition):
-            return _chars(messages[last.n_messages :]), unchanged, functools.partial(self._added, last, addition)
+        elif isinstance(addition := self._addition(self._complete, last), Addition):
+            make = functools.partial(self._plan_added, last, addition)
+            return _chars(messages[last.n_messages :]), unchanged, make
         else:
             unchanged = last.n_messages - 1
             reason = ForkReason.DROPPED_THINKING if addition.drops_thinking else ForkReason.TEMPLATE
-        return _chars(messages), unchanged, lambda: replace(self._forked(unchanged), fork=reason)
+        return _chars(messages), unchanged, lambda: replace(self._plan_fork(unchanged), fork=reason)
 
     @property
-    def _base(self) -> list[Message]:
+    def _complete(self) -> list[Message]:
         """The messages without a partial answer at their end."""
         return self.messages[:-1] if _continues(self.messages) else self.messages
 
-    def _added(self, turn: SampledTurn, addition: Addition) -> Plan:
+    def _plan_added(self, turn: SampledTurn, addition: Addition) -> Plan:
         """The tokens up to the end of ``turn``, then the text that the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
-        plan = self._joined(turn.end, text, addition.generation_prompt, addition.rendering)
+        plan = self._plan_pieces(turn.end, text, addition.generation_prompt, addition.rendering)
         if addition.rendering is not None:
             return plan
         return replace(plan, more_text=(addition.answer, addition.text))
@@ -266,11 +271,10 @@ class ChatContext:
         return self._answers.messages(messages, lambda: {id(self.messages[turn.n_messages - 1]) for turn in turns})
 
     def _addition(self, messages: Sequence[Message], turn: SampledTurn) -> Addition | RewrittenHistory:
-        """The template's addition after the answer of ``turn``, from a window of the history where that is exact (see
-        the module ``template``)."""
+        """The template's addition after the answer of ``turn``, from a window of the history where that is exact."""
         answered = turn.n_messages
         history, new = messages[: answered - 1], messages[answered:]
-        window = history_window(history, new, self._users) if self._windows_exact else history
+        window = _history_window(history, new, self._users) if self._windows_exact else history
         if len(window) == len(history):
             return self._full_addition(messages, turn, new=len(new), prompt=self._rendering)
         windowed = [*window, *messages[answered - 1 :]]
@@ -290,7 +294,7 @@ class ChatContext:
         self._windows_exact = False
         return RewrittenHistory()
 
-    def _continued(self, last: SampledTurn) -> Plan:
+    def _plan_continued(self, last: SampledTurn) -> Plan:
         """A continuation of the last answer, with as many of its own tokens as its message still contains."""
         text = _content(self.messages[-1])[len(last.continued) :]
         ids = self.token_ids[last.start : last.end].tolist()
@@ -302,10 +306,10 @@ class ChatContext:
         added, boundary = self._encode_after(text[len(kept_text) :], self.token_ids[:keep])
         return Plan(keep, token_array(added), last.history_end, boundary, self._rendering, fork=fork)
 
-    def _forked(self, unchanged: int) -> Plan:
+    def _plan_fork(self, unchanged: int) -> Plan:
         """A prompt that keeps the longest prefix that the template still renders in the same way, and renders the rest.
         The first ``unchanged`` messages are as they were."""
-        base = self._base
+        base = self._complete
         messages = self._answers.messages(base)
         whole = self._template.render(messages, generation_prompt=False)
         unchanged = min(unchanged, len(base))
@@ -316,25 +320,25 @@ class ChatContext:
 
         n_same = bisect_left(turns, True, key=rewritten)  # after the first rewritten prompt all are
         if not n_same:
-            return self._rendered()
+            return self._plan_whole()
         turn = turns[n_same - 1]
         if turn.n_messages <= unchanged:  # its answer may be kept as well
             addition = self._full_addition(base, turn, new=len(base) - turn.n_messages)
             if isinstance(addition, Addition):
-                return self._added(turn, addition)
-        return self._rendered(turn)
+                return self._plan_added(turn, addition)
+        return self._plan_whole(turn)
 
-    def _rendered(self, turn: SampledTurn | None = None) -> Plan:
+    def _plan_whole(self, turn: SampledTurn | None = None) -> Plan:
         """The conversation as the template renders it, after the kept history of ``turn``."""
-        converted = self._converted(self._base, turn.start if turn else 0)
+        converted = self._converted(self._complete, turn.start if turn else 0)
         rendered = self._template.render_prompt(converted)
         keep = skip = 0
         if turn is not None:
             keep = turn.history_end
             skip = len(self._template.render(converted[: turn.n_messages - 1], generation_prompt=False))
-        return self._joined(keep, rendered.text[skip:], rendered.generation_prompt or "", rendered)
+        return self._plan_pieces(keep, rendered.text[skip:], rendered.generation_prompt or "", rendered)
 
-    def _joined(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
+    def _plan_pieces(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
         """The first ``keep`` ids, then ``text``, ``generation_prompt`` and the conversation's partial answer."""
         # encoded apart where no merge crosses its left edge: the ids before it can be kept when the answer is dropped
         separate = self._template.begins_with_added_token(generation_prompt)
@@ -439,41 +443,17 @@ def answer_text(generation: Generation) -> str:
     return generation.text
 
 
-_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
-# at the end of a text without white space: the possible beginning of an empty block that the next piece ends
-_PARTIAL_BLOCK = re.compile(r"<(?:\w*|\w+>(?:<(?:/\w*)?)?)$")
-
-
-class TextDigest:
-    """A digest of text in pieces, without white space and empty blocks (as ``blanks.squash``). The pieces of the
-    constructor are hashed at the first ``add``: a conversation that is rendered whole each time hashes nothing."""
-
-    __slots__ = ("_digest", "_pieces")
-
-    def __init__(self, *pieces: str) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._pieces = pieces
-
-    def add(self, *pieces: str) -> None:
-        text = "".join("".join((*self._pieces, *pieces)).split())
-        start = text.rfind("<", 0, max(0, text.rfind("<")))  # a partial block has two "<" at most
-        partial = _PARTIAL_BLOCK.search(text, max(0, start))
-        end = len(text) if partial is None else partial.start()
-        complete, self._pieces = text[:end], (text[end:],)
-        if "></" in complete:
-            complete = _EMPTY_BLOCK.sub("", complete)
-        self._digest.update(complete.encode("utf-8", "surrogatepass"))
-
-    def copy(self) -> TextDigest:
-        duplicate = TextDigest(*self._pieces)
-        duplicate._digest = self._digest.copy()
-        return duplicate
-
-    def matches(self, text: str, *following: str) -> bool:
-        """Whether the digested text, with ``following``, is ``text``."""
-        digested, expected = self.copy(), TextDigest()
-        digested.add(*following)
-        expected.add(text)
-        for digest in (digested, expected):  # with the text that the next piece could make an empty block of
-            digest._digest.update(digest._pieces[0].encode("utf-8", "surrogatepass"))
-        return digested._digest.digest() == expected._digest.digest()
+def _history_window(history: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
+    """The messages that a template may look at when it writes ``new`` after an answer; ``users`` are the indices of
+    users' messages in ``history``."""
+    if len(history) < _WINDOW_FROM or not users:
+        return list(history)
+    user = users[-1]
+    system = next(i for i, message in enumerate(history) if message.get("role") not in SYSTEM_ROLES)
+    tail = user + 1
+    if all(message.get("role") == "tool" for message in new):
+        # templates group tool results and treat the steps after the last user message apart: keep that message, and
+        # begin at an answer
+        latest = min(len(history) - 1, max(user + 1, len(history) - _WINDOW_TAIL))
+        tail = next((i for i in range(latest, user, -1) if history[i].get("role") == "assistant"), user + 1)
+    return [*history[: min(system, user)], history[user], *history[tail:]]

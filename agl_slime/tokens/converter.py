@@ -24,7 +24,7 @@ from agl_slime.tokens.reward import Reward, TurnReward, read_reward, read_turn_r
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import parse_json, turn_numbers
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
-from agl_slime.tokens.turn import Trajectory, Turn, is_truncated, with_replay
+from agl_slime.tokens.turn import Trajectory, Turn, is_truncated
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:
@@ -198,6 +198,11 @@ def convert_trajectory(
         reward_field = reward if reward_key is None else rewards
         samples.append(sample_from_fields(**numbers, **fields, label=label, reward=reward_field))
     return Conversion(samples, _without_replay(trajectory), forks)
+
+
+def with_replay(turn: Turn, directory: Path | None) -> Turn:
+    """``turn`` with its arrays from a file of ``directory``. Raises ``TraceError``."""
+    return turn if turn.filed is None else replace(turn, filed=None, **turn.filed.read(directory))
 
 
 def _without_replay(trajectory: Trajectory) -> Trajectory:

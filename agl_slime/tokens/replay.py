@@ -39,7 +39,7 @@ def replay_attributes(turn: Turn) -> dict[str, Any]:
         return {names.REPLAY_FILE: json.dumps(astuple(turn.filed))}
     attributes: dict[str, Any] = {}
     if turn.experts is not None:
-        rows = np.ascontiguousarray(turn.experts.rows, dtype=KINDS[turn.experts.rows.itemsize])
+        rows = np.ascontiguousarray(turn.experts.rows, dtype=EXPERT_DTYPES[turn.experts.rows.itemsize])
         shape = [turn.experts.start, *rows.shape, rows.itemsize, zlib.crc32(rows.data)]
         attributes[names.EXPERTS] = base64.b64encode(rows.data).decode("ascii")
         attributes[names.EXPERTS_SHAPE] = json.dumps(shape)
@@ -64,7 +64,7 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
         try:
             start, *shape, size, checksum = json.loads(attributes[names.EXPERTS_SHAPE])
             raw = base64.b64decode(attributes[names.EXPERTS])  # the checksum is the validation
-            rows = np.frombuffer(raw, dtype=KINDS[size]).reshape(shape)
+            rows = np.frombuffer(raw, dtype=EXPERT_DTYPES[size]).reshape(shape)
             whole = rows.ndim == 3 and start >= 0 and zlib.crc32(raw) == checksum
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{names.EXPERTS} cannot be read: {error}") from error
@@ -122,7 +122,7 @@ logger = logging.getLogger(__name__)
 FILED_FROM_BYTES = 256 * 1024
 """The total size from which a turn's arrays are written to a file."""
 
-KINDS = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+EXPERT_DTYPES = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 _INT32 = np.dtype("<i4")
 
 
@@ -142,7 +142,7 @@ class FiledReplay:
     def __post_init__(self) -> None:
         numbers = [self.offset, self.length, self.checksum, *(self.experts or ()), *(self.nucleus or ())]
         whole = all(type(number) is int and number >= 0 for number in numbers)
-        if not whole or (self.experts and self.experts[4] not in KINDS) or self._bytes() != self.length:
+        if not whole or (self.experts and self.experts[4] not in EXPERT_DTYPES) or self._bytes() != self.length:
             raise TraceError(f"the place of routed experts in a file is inconsistent: {self!r:.200}")
         if type(self.file) is not str or len(path := self.file.split("/")) != 2 or {"", ".", ".."} & {*path}:
             raise TraceError(f"routed experts are in ROLLOUT/FILE of the run's directory, not in {self.file!r:.80}")
@@ -167,7 +167,7 @@ class FiledReplay:
         end = len(raw) - 4 * sum(self.nucleus or ())
         if self.experts is not None:
             start, *shape, size = self.experts
-            replay["experts"] = RoutedExperts(start, np.frombuffer(raw[:end], dtype=KINDS[size]).reshape(shape))
+            replay["experts"] = RoutedExperts(start, np.frombuffer(raw[:end], dtype=EXPERT_DTYPES[size]).reshape(shape))
         if self.nucleus is not None:
             numbers = np.frombuffer(raw[end:], dtype=_INT32).astype(np.int32, copy=False)
             replay["nucleus"] = Nucleus(numbers[: self.nucleus[0]], numbers[self.nucleus[0] :])
@@ -179,7 +179,7 @@ def file_replay(
 ) -> FiledReplay | None:
     """Append an answer's arrays to the file of ``stream``; ``None`` for small arrays, without a rollout, or where the
     directory is not on this machine or full. Blocks; concurrent calls are safe."""
-    rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=KINDS[experts.rows.itemsize])
+    rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=EXPERT_DTYPES[experts.rows.itemsize])
     nucleus_arrays = (
         [] if nucleus is None else [np.ascontiguousarray(part, dtype=_INT32) for part in (nucleus.ids, nucleus.offsets)]
     )

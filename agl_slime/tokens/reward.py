@@ -142,7 +142,7 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None, run_key
     for span, dimensions in reversed(pairs):
         if dimensions:
             return select_reward(named, first=next(iter(dimensions)), reward_key=reward_key, run_key=run_key)
-        # find_final_reward would read each span again; only forms before Agent Lightning 0.3, without names, need it
+        # rewards without names, of the deprecated @reward under AgentOps; on all spans it would read each one again
         if (old := find_final_reward([span])) is not None:
             named[UNNAMED] = _checked(old, "the reward is")
             return select_reward(named, first=UNNAMED, reward_key=reward_key, run_key=run_key)

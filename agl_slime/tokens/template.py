@@ -7,10 +7,6 @@ parts, each in the field that the template reads (``fields``).
 The template's own spelling of a sampled answer does not matter (white space in a call's JSON, padding around thinking):
 the sampled tokens take its place. The comparison ignores white space and empty blocks (``<think>\n\n</think>``). If
 the renderings of the history differ otherwise, the result is ``RewrittenHistory`` in place of an ``Addition``.
-
-From ``WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
-after it (at least the last ``TAIL``). The whole conversation is rendered each time its length has doubled, to check
-(``docs/decisions/003-history-windows.md``).
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import Renderer, renderer
-from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemMessages, text_of
+from agl_slime.tokens.systems import LaterSystems, SystemMessages, text_of
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
 
 Message = dict[str, Any]
@@ -41,9 +37,6 @@ T = TypeVar("T")
 # Members of a group are claimed one after the other, so a few first prompts are enough.
 _MAX_PROMPTS = 128
 _MAX_KEY_BYTES = 2_000_000
-
-WINDOW_FROM = 32
-TAIL = 8
 
 # An answer in renderings that show the text after it; letters only, so that no template trims or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
@@ -122,8 +115,8 @@ class ChatTemplate:
         """By generation prompt and the id before it: its ids, and the number of open token boundaries before them."""
         source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         self.source = source if isinstance(source, str) else ""
-        self._calls = CallFormat(lambda messages, prompting: self._rendered(messages, prompting))
-        self.fields = AnswerFields(self._in_place, self.source)
+        self._call_format = CallFormat(lambda messages, prompting: self._renderer(messages, prompting))
+        self.fields = AnswerFields(self._render_calls, self.source)
         self._systems = SystemMessages(self.fields, later_systems)
         # a template that writes the time, or whose source is unknown, may render the same messages differently
         repeats = isinstance(source, str) and "strftime_now" not in source
@@ -135,17 +128,17 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The text of ``messages``, with a generation prompt or without; without the text that the template writes only
         at the end of a finished conversation."""
-        text = self._apply(messages, generation_prompt)
+        text = self._render_arranged(messages, generation_prompt)
         return text if generation_prompt or not self._has_tail else text.removesuffix(self._tail)
 
-    def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        return self._in_place(self._systems.arrange(messages), generation_prompt)
+    def _render_arranged(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._render_calls(self._systems.arrange(messages), generation_prompt)
 
-    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        return self._rendered(self._calls.convert(messages), generation_prompt)
+    def _render_calls(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._renderer(self._call_format.convert(messages), generation_prompt)
 
     @functools.cached_property
-    def _rendered(self) -> Renderer:
+    def _renderer(self) -> Renderer:
         return renderer(self.tokenizer, self.tools, self.kwargs)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
@@ -159,13 +152,13 @@ class ChatTemplate:
         return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
 
     def _parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
-        return self._rendered.parts(self._calls.convert(self._systems.arrange(messages)))
+        return self._renderer.parts(self._call_format.convert(self._systems.arrange(messages)))
 
     @functools.cached_property
     def _tail(self) -> str:
         """The text at the end of a conversation without a generation prompt: Phi-3's end of text."""
         try:
-            ends = [[self._apply(_QUESTIONS[:n], prompting) for prompting in (False, True)] for n in (1, 3)]
+            ends = [[self._render_arranged(_QUESTIONS[:n], prompting) for prompting in (False, True)] for n in (1, 3)]
         except PromptError:  # the rendering itself raises it again
             return ""
         closed, whole = ends[0]
@@ -178,7 +171,7 @@ class ChatTemplate:
     def opens_thinking(self) -> bool:
         """Whether the generation prompt opens a block of thinking."""
         try:
-            prompt = self._apply(_QUESTIONS[:1], True)
+            prompt = self._render_arranged(_QUESTIONS[:1], True)
         except PromptError:
             return False
         return opens_thinking(prompt, self.fields.marks)
@@ -298,13 +291,13 @@ class PlainTextTemplate(ChatTemplate):
     def closing(self) -> str:
         return ""
 
-    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def _render_calls(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         if {message.get("role") for message in messages} - {"text", "assistant"}:
             raise PromptError(NO_TEMPLATE)
         return "".join(map(text_of, messages))
 
     def _parts(self, messages: Sequence[Message]) -> tuple[str, str] | None:
-        return self._apply(messages, False), ""
+        return self._render_arranged(messages, False), ""
 
 
 def chat_template(
@@ -317,22 +310,6 @@ def chat_template(
     exists = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
     kind = ChatTemplate if exists else PlainTextTemplate
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
-
-
-def history_window(history: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
-    """The messages that a template may look at when it writes ``new`` after an answer; ``users`` are the indices of
-    users' messages in ``history``."""
-    if len(history) < WINDOW_FROM or not users:
-        return list(history)
-    user = users[-1]
-    system = next(i for i, message in enumerate(history) if message.get("role") not in SYSTEM_ROLES)
-    tail = user + 1
-    if all(message.get("role") == "tool" for message in new):
-        # templates group tool results and treat the steps after the last user message apart: keep that message, and
-        # begin at an answer
-        latest = min(len(history) - 1, max(user + 1, len(history) - TAIL))
-        tail = next((i for i in range(latest, user, -1) if history[i].get("role") == "assistant"), user + 1)
-    return [*history[: min(system, user)], history[user], *history[tail:]]
 
 
 class PromptCache(Generic[T]):
@@ -383,16 +360,16 @@ class CallFormat:
     def convert(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not any(message.get("tool_calls") for message in messages):
             return messages
-        if self._wants_text:
+        if self._takes_arguments_as_text:
             messages = [_with_arguments_as_text(message) for message in messages]
         return [*self._with_ids(messages)]
 
     @functools.cached_property
-    def _wants_text(self) -> bool:
+    def _takes_arguments_as_text(self) -> bool:
         """Whether the template refuses arguments as objects and accepts JSON in a string (DeepSeek-V3)."""
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_OBJECTS]}]
         as_text = [_with_arguments_as_text(message) for message in called]
-        return self._written(called) is None and self._written(as_text) is not None
+        return self._render_or_none(called) is None and self._render_or_none(as_text) is not None
 
     @functools.cached_property
     def _with_ids(self) -> Callable[[Sequence[Message]], Iterable[Message]]:
@@ -401,15 +378,15 @@ class CallFormat:
         call: Message = {**_OBJECTS, "id": "SENTINEL_id"}
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
         called.append({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "r"})
-        if self._wants_text:
+        if self._takes_arguments_as_text:
             called = [_with_arguments_as_text(message) for message in called]
         short = functools.partial(_with_ids, _short)
-        if (text := self._written(called)) is None:
-            return short if self._written([*short(called)]) is not None else iter
+        if (text := self._render_or_none(called)) is None:
+            return short if self._render_or_none([*short(called)]) is not None else iter
         named = call["id"] in text and call["function"]["name"] not in text
         return functools.partial(_with_ids, _naming) if named else iter
 
-    def _written(self, messages: Sequence[Message]) -> str | None:
+    def _render_or_none(self, messages: Sequence[Message]) -> str | None:
         try:
             return self._render(messages, True)
         except PromptError:

@@ -4,8 +4,7 @@ report."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -42,10 +41,9 @@ class Turn:
     a trained one.
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
-    response id. Both are ``None`` unless they were requested; large ones are in a file, whose place ``filed``
-    has. ``speculated`` counts tokens accepted, tokens
-    drafted and verifications under speculative decoding. ``images`` are the prompt's images, in the order of their
-    tokens.
+    response id. Both are ``None`` unless they were requested; ``filed`` is the place of large ones in a file.
+    ``speculated`` counts tokens accepted, tokens drafted and verifications under speculative decoding. ``images`` are
+    the prompt's images, in the order of their tokens.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -142,11 +140,6 @@ class Turn:
         return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
     __hash__ = None  # type: ignore[assignment]  # arrays are compared by value
-
-
-def with_replay(turn: Turn, directory: Path | None) -> Turn:
-    """``turn`` with its arrays from a file of ``directory``. Raises ``TraceError``."""
-    return turn if turn.filed is None else replace(turn, filed=None, **turn.filed.read(directory))
 
 
 def _same(a: Any, b: Any) -> bool:

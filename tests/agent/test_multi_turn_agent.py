@@ -86,12 +86,12 @@ async def test_a_plain_score_sees_what_the_tools_did() -> None:
             self.keys.append(key)
             return TASK["table"][key]
 
-    class Scored(Agent):
+    class ScoreResult(Agent):
         def score(self, task: dict[str, Any], trajectory: Any) -> dict[str, float]:  # type: ignore[override]
             tools = trajectory.metadata["tools"]
             return {"right": len(trajectory.tools["look"].keys), "calls": tools["calls"]["look"], **tools["failed"]}
 
-    played = await rollout(Scored, [CALL + BAD_KEY, "Three."], tools=[Look])
+    played = await rollout(ScoreResult, [CALL + BAD_KEY, "Three."], tools=[Look])
     assert played.conversion.trajectory.rewards == {"right": 2.0, "calls": 2.0, "look": 1.0}
 
 

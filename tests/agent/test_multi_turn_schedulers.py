@@ -11,10 +11,10 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.agent import scheduler as scheduler_module
-from agl_slime.agent.by_file import import_file
 from agl_slime.agent.loading import configure_agent, load_plugins
 from agl_slime.agent.outcome import ORM, AsyncORM, orms
 from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, register_scheduler
+from agl_slime.agent.user_files import import_file
 from agl_slime.cli.demo.formats import LookupDemonstrations
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams

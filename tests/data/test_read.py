@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_slime.data.read import collect
+from agl_slime.data.read import read_rollout
 from agl_slime.errors import RolloutError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.tokens import attributes as names
@@ -22,7 +22,7 @@ async def read(**end: Any) -> Any:
     store = BridgeStore()
     (rollout_id,) = await enqueue(store)
     await finish(store, rollout_id, **end)
-    return await collect(store, rollout_id)
+    return await read_rollout(store, rollout_id)
 
 
 async def test_failed_rollout_keeps_its_turns() -> None:
@@ -92,7 +92,7 @@ async def test_two_turns_of_text_are_one_sample_of_new_tokens() -> None:
         span = make_span(rollout_id, attempt_id, turn, **texts, **{"gen_ai.operation.name": "chat"})
         await store.add_many_spans([span])
         messages.append(answer)
-    member = await collect(store, rollout_id, tokenizer=chat_tokenizer("deepseek", UNMARKED))
+    member = await read_rollout(store, rollout_id, tokenizer=chat_tokenizer("deepseek", UNMARKED))
     assert member is not None
     [sample] = member.samples
     assert (sample.metadata["token_source"], sample.rollout_log_probs) == ("retokenized", None)

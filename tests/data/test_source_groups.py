@@ -87,7 +87,7 @@ async def test_second_process_trains_on_the_name_of_the_first_drawn_rollout() ->
             manager.follower.begin()
             dead, first, *late = await driver.opened("g", size=4)
             await driver.finish(late, reward={"format": 0.0, "score": -1.0})
-            await until(lambda: len(manager.ingestor._undecided) == 2)
+            await until(lambda: len(manager.ingestor._waiting) == 2)
             await driver.finish([dead], reward=None)
             await driver.finish([first], reward={"score": 0.5, "format": 1.0})
             await until(lambda: manager.ingestor.run_key is not None)

@@ -89,7 +89,7 @@ class Still:
 
     def page(self) -> None:
         page = self._store.feed.read(self.source.follower.table.position)
-        self.source.follower.take(page)
+        self.source.follower.process_page(page)
 
     def step(self, index: int) -> None:
         """Continue one poll of a rollout, up to the place where it waits for the store."""

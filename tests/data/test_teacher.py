@@ -13,7 +13,7 @@ from aiohttp import web
 from agl_slime import AGLDataSource
 from agl_slime.cli.settings import train_config
 from agl_slime.cli.wiring import teacher_warning
-from agl_slime.data.client import TaskGroup, enqueue_requests
+from agl_slime.data.enqueueing import TaskGroup, enqueue_requests
 from agl_slime.data.results import MemberResult, Outcome
 from agl_slime.data.teacher import Teacher, Teachers
 from agl_slime.engine.client.transport import ClientSettings

@@ -13,7 +13,7 @@ from agl_slime import errors
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
-from agl_slime.engine.scoring import Scored, ScoringClient, ToScore, vocabulary_digest
+from agl_slime.engine.scoring import ScoreRequest, ScoreResult, ScoringClient, vocabulary_digest
 from agl_slime.support.http import listening
 from tests.harness.engine_client import PROMPTS, TOLERANCE, log_softmax
 from tests.harness.engine_servers import Server
@@ -34,13 +34,13 @@ def expected(model: Any, ids: list[int], start: int) -> list[float]:
 
 
 async def test_scores_are_the_models_log_probs_in_batches_and_alone(server: Server, scoring: ScoringClient, model: Any):
-    sequences = [ToScore(ids, start) for ids in PROMPTS for start in (1, 3, len(ids) - 1)]
+    sequences = [ScoreRequest(ids, start) for ids in PROMPTS for start in (1, 3, len(ids) - 1)]
     async with SGLangClient(base_url=server.url) as client:
         version = await client.weight_version()
         sampled = await client.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_new_tokens=24))
     together = await scoring.score(sequences)
     for sequence, scored in zip(sequences, together, strict=True):
-        assert isinstance(scored, Scored)
+        assert isinstance(scored, ScoreResult)
         alone = await scoring.score_one(sequence.ids, sequence.start)
         values = expected(model, [*sequence.ids], sequence.start)
         assert len(scored.log_probs) == len(values)
@@ -55,9 +55,9 @@ async def test_scores_are_the_models_log_probs_in_batches_and_alone(server: Serv
 async def test_a_sequence_that_is_refused_does_not_fail_its_batch(scoring: ScoringClient, model: Any):
     too_long = [5] * 100_000
     scoring.batch_tokens = 10**6
-    bad_start = ToScore(PROMPTS[0], len(PROMPTS[0]))
-    good, long, start = await scoring.score([ToScore(PROMPTS[0]), ToScore(too_long), bad_start])
-    assert isinstance(good, Scored)
+    bad_start = ScoreRequest(PROMPTS[0], len(PROMPTS[0]))
+    good, long, start = await scoring.score([ScoreRequest(PROMPTS[0]), ScoreRequest(too_long), bad_start])
+    assert isinstance(good, ScoreResult)
     assert np.abs(good.log_probs - expected(model, PROMPTS[0], 1)).max() < TOLERANCE
     assert isinstance(long, errors.ContextOverflowError)
     assert isinstance(start, errors.EngineRequestError)
@@ -67,8 +67,8 @@ async def test_a_sequence_that_is_refused_does_not_fail_its_batch(scoring: Scori
 
 async def test_an_id_outside_the_vocabulary_is_never_sent(server: Server):
     async with ScoringClient(base_url=server.url, vocab_size=300) as client:
-        ok, outside = await client.score([ToScore([5, 6, 7]), ToScore([5, 6, 300])])
-    assert isinstance(ok, Scored)
+        ok, outside = await client.score([ScoreRequest([5, 6, 7]), ScoreRequest([5, 6, 300])])
+    assert isinstance(ok, ScoreResult)
     assert isinstance(outside, errors.OutOfVocabularyError)
 
 
@@ -79,7 +79,7 @@ async def test_the_digest_of_the_servers_vocabulary_is_the_tokenizers(scoring: S
     assert vocabulary_digest(["a", "b"]) != vocabulary_digest(["ab", ""])
 
 
-async def answered(answers: list[Any], *, in_flight: int = 4) -> tuple[list[Scored | errors.EngineError], int]:
+async def answered(answers: list[Any], *, in_flight: int = 4) -> tuple[list[ScoreResult | errors.EngineError], int]:
     """The result of five sequences, two per request, with an engine of scripted answers; and its most requests at
     once."""
     running = most = 0
@@ -101,7 +101,7 @@ async def answered(answers: list[Any], *, in_flight: int = 4) -> tuple[list[Scor
     async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
         client = ScoringClient(base_url=url, settings=QUICK, in_flight=in_flight, batch_tokens=6)
         async with client:
-            return await client.score([ToScore([1, 2, 3])] * 5), most
+            return await client.score([ScoreRequest([1, 2, 3])] * 5), most
 
 
 def meta(ids: list[int], **changes: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def meta(ids: list[int], **changes: Any) -> dict[str, Any]:
 async def test_requests_are_batched_and_bounded_and_retried():
     results, most = await answered([(503, {}), (200, None)], in_flight=1)
     assert most == 1
-    assert [scored.log_probs.tolist() for scored in results if isinstance(scored, Scored)] == [[-0.5, -0.5]] * 5
+    assert [scored.log_probs.tolist() for scored in results if isinstance(scored, ScoreResult)] == [[-0.5, -0.5]] * 5
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ async def test_requests_are_batched_and_bounded_and_retried():
 )  # fmt: skip
 async def test_a_wrong_answer_is_an_error_of_its_batch_only(answer: Any, error: type[errors.EngineError]):
     results, _ = await answered([answer] * 2, in_flight=1)
-    assert [type(result) for result in results] == [error] * 2 + [Scored] * 3
+    assert [type(result) for result in results] == [error] * 2 + [ScoreResult] * 3
 
 
 async def test_an_engine_that_is_gone_is_an_error_of_every_sequence():
     async with ScoringClient(base_url="http://127.0.0.1:9", settings=QUICK) as client:
-        (only,) = await client.score([ToScore([1, 2])])
+        (only,) = await client.score([ScoreRequest([1, 2])])
     assert isinstance(only, errors.EngineUnreachableError)

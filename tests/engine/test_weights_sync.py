@@ -66,7 +66,7 @@ async def test_all_workers_of_a_router_at_the_same_time() -> None:
 async def test_generations_in_flight_end_under_the_new_weights(pause: PauseMode) -> None:
     async with ScriptedEngine(token_s=0.002, weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
         sync = make_sync(engine, pause=pause)
-        assert await sync.settle_pause() == ""
+        assert await sync.check_pause() == ""
         begun = [asyncio.Event() for _ in range(10)]
         sampling = SamplingParams(max_new_tokens=40)
         tasks = [
@@ -93,7 +93,7 @@ async def test_a_run_starts_on_an_engine_that_a_killed_one_left_paused(pause: Pa
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
         await client.pause_generation(pause)
         sync = make_sync(engine, pause=pause)
-        assert await asyncio.wait_for(sync.settle_pause(), 10) == ""
+        assert await asyncio.wait_for(sync.check_pause(), 10) == ""
         await sync.push("/models/step-1", "1")
         assert (await client.generate([5], SamplingParams(max_new_tokens=1))).output_ids
 
@@ -102,7 +102,7 @@ async def test_an_engine_that_does_not_list_its_versions_aborts_at_a_pause() -> 
     async with ScriptedEngine() as good, ScriptedEngine(lists_versions=False) as old:
         async with ScriptedEngine(workers=[good.url, old.url]) as router:
             sync = make_sync(router, pause="in_place")
-            why = await sync.settle_pause()
+            why = await sync.check_pause()
         assert old.url in why
         assert "aborts running requests" in why
         assert sync.pause == "abort"
@@ -132,7 +132,7 @@ async def test_workers_compute_dtype(served: list[str], config: dict[str, str] |
                 worker.always("/server_info", Status(404, "Not Found"))
                 worker.always("/get_server_info", Status(404, "Not Found"))
         router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
-        assert await make_sync(router).computes_in() == expected
+        assert await make_sync(router).dtype() == expected
 
 
 async def test_it_flushes_until_the_worker_is_idle() -> None:
@@ -278,7 +278,7 @@ async def sampled_over_a_change(
         version = await client.weight_version()
         try:
             await restore.push(str(server.policy), "10")
-            if why := await sync.settle_pause():
+            if why := await sync.check_pause():
                 assert server.real  # one that does not list its versions
                 assert "is not paused with" in why
             tasks = [

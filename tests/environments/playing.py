@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.data.read import collect
+from agl_slime.data.read import read_rollout
 from agl_slime.data.results import MemberResult
 from agl_slime.environments.environment import Environment, load_environment
 from agl_slime.runner.controller import ControllerPool
@@ -55,7 +55,7 @@ def play(env: Environment, tasks: Sequence[dict[str, Any]], llm: LLM, log: Path)
     with ControllerPool(plan=env.plan(log=log), store=store):
         ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=200))
         assert len(ended) == len(ids), log.read_text()
-    return [run_blocking(collect(store, rollout_id)) for rollout_id in ids]
+    return [run_blocking(read_rollout(store, rollout_id)) for rollout_id in ids]
 
 
 def in_order(env: Environment) -> list[dict[str, Any]]:

@@ -59,8 +59,8 @@ def test_growing_prompts_share_one_buffer_and_spans_hold_only_new_text() -> None
         for turn, prompt in zip(case.turns, prompts, strict=False):
             assert turn.messages is not None
             assert "".join(message["content"] for message in turn.messages) == prompt
-        assert case.attempt._root is not None
-        buffers = {id(turn.prompt_ids.base) for turn in case.attempt._root.turns[count // 2 :]}
+        assert case.attempt._first_session is not None
+        buffers = {id(turn.prompt_ids.base) for turn in case.attempt._first_session.turns[count // 2 :]}
         assert len(buffers) == 1
         trained_once(case.turns, case.segments)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_slime.agent.access import EngineAccess
-from agl_slime.agent.by_file import import_file
+from agl_slime.agent.user_files import import_file
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.agl import LLM

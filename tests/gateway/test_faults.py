@@ -224,7 +224,7 @@ def test_closed_attempt_is_freed_without_garbage_collection() -> None:
             calls = message.get("tool_calls", [])
             messages += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "fine"} for call in calls)]
         run_blocking(case.gateway.close(attempt))
-        references = [weakref.ref(attempt), weakref.ref(attempt._root)]
+        references = [weakref.ref(attempt), weakref.ref(attempt._first_session)]
         gc.disable()
         try:
             del attempt

@@ -265,7 +265,7 @@ def test_long_conversation_keeps_one_copy_of_its_tokens() -> None:
         talk.ask(user("Where is the garden?"))
         for turn in range(TURNS - 1):
             talk.ask(user(f"{turn}: {OBSERVATION}"))
-        session = case.attempt._root
+        session = case.attempt._first_session
         assert session is not None
         turns = session.turns
         assert len(case.turns) == len(turns) == TURNS
@@ -311,8 +311,8 @@ def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts(monkeypatch: pytes
             released.set()
         long.result(PATIENCE_S)
         assert case.turns[0].prompt_ids.size >= TOKENS
-        assert case.attempt._root is not None
-        cache = case.attempt._root.context.template.prompt_cache
+        assert case.attempt._first_session is not None
+        cache = case.attempt._first_session.context.template.prompt_cache
         assert sum(map(len, cache._results)) <= 10_000
 
 

@@ -131,7 +131,7 @@ async def test_no_group_is_begun_beside_the_last_checkpoint(engine: ScriptedEngi
         if state.iteration == 1:
             may_draw.set()
             for _ in range(2_000):
-                if case.loop._schedule._filling is None or case.loop._schedule._filling.done():
+                if case.loop._schedule._enqueueing is None or case.loop._schedule._enqueueing.done():
                     break
                 time.sleep(0.01)
             admitted.append(({*state.admitted}, {*case.loop._schedule.admitted()}))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.data import client
+from agl_slime.data import enqueueing
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
@@ -23,7 +23,7 @@ from tests.loop.failed_run import failed_run
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run checks for dead threads twenty times a second."""
-    monkeypatch.setattr(client, "_HEALTH_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(enqueueing, "_HEALTH_CHECK_INTERVAL_S", 0.05)
 
 
 async def is_not_a_number(iteration: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ConfigError
-from agl_slime.loop.sampling import FLOOR, LearnableTasks
+from agl_slime.loop.sampling import OLDEST_EVERY, LearnableTasks
 from agl_slime.loop.tasks import TaskCursor, as_task_source
 
 TASKS: list[Any] = [{"n": n} for n in range(12)]
@@ -55,8 +55,8 @@ def play(drawing: TaskCursor, batches: int, rng: random.Random) -> list[int]:
 @given(st.integers(0, 1000), st.integers(1, 30))
 def test_each_task_comes_within_four_draws_per_task(seed: int, n: int) -> None:
     numbers = play(cursor([{"n": number} for number in range(n)], seed=seed), 4 * n, random.Random(seed))
-    for start in range(len(numbers) - FLOOR * n + 1):
-        assert len({*numbers[start : start + FLOOR * n]}) == n
+    for start in range(len(numbers) - OLDEST_EVERY * n + 1):
+        assert len({*numbers[start : start + OLDEST_EVERY * n]}) == n
 
 
 def kinds(rng: random.Random) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import ConcurrentRunner
-from agl_slime.runner.processes import ProcessPool
+from agl_slime.runner.process_pool import ProcessPool
 from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore

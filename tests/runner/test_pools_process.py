@@ -21,7 +21,7 @@ from agl_slime.data.read import failure_of
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.processes import READY, ProcessPool, process_main
+from agl_slime.runner.process_pool import READY, ProcessPool, process_main
 from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward

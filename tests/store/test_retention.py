@@ -6,7 +6,7 @@ import time
 import pytest
 
 from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.processes import ProcessPool
+from agl_slime.runner.process_pool import ProcessPool
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
 from agl_slime.support.agl import LLM, LitAgent, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span

@@ -202,7 +202,7 @@ async def main():
     settings = RunnerSettings(stuck_after_s={stuck_s})
     for monitor in LagMonitor(settings), LagMonitor(settings):
         monitor.start()
-        monitor.allow({limit_s})
+        monitor.extend_limit({limit_s})
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     threading.Thread(target=named(lambda: {work}(), "ro-7"), daemon=True).start()

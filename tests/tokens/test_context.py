@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from agl_slime.engine.client.generation import FinishReason, Generation
 from agl_slime.errors import ConfigError, PromptError
 from agl_slime.tokens import forks
-from agl_slime.tokens.conversation import ChatContext, TextDigest
+from agl_slime.tokens.blanks import TextDigest
+from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.template import ChatTemplate, chat_template

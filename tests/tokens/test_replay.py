@@ -28,11 +28,11 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens import replay as replay_files
-from agl_slime.tokens.converter import Conversion, _time_between_calls, convert_trajectory
+from agl_slime.tokens.converter import Conversion, _time_between_calls, convert_trajectory, with_replay
 from agl_slime.tokens.replay import FiledReplay, file_replay, remove_replay
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
-from agl_slime.tokens.turn import Trajectory, Turn, with_replay
+from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.replay import check_replayed, with_tensors
 from agl_slime.types import sample_from_json, sample_to_json

@@ -15,7 +15,7 @@ from typing import Any
 
 from agl_slime.buffer.client import Row, failed_item, item_of, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
-from agl_slime.data.client import HealthCheck, TaskGroup, enqueue_requests, run_rollouts
+from agl_slime.data.enqueueing import HealthCheck, TaskGroup, enqueue_requests, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
 

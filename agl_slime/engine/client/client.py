@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from agl_slime.engine.client.describe import EngineDescription, ask_server, dtype_of, engine_version, parse_workers
+from agl_slime.engine.client.describe import EngineDescription, dtype_of, engine_version, parse_workers
 from agl_slime.engine.client.generation import (
     Decode,
     Generation,
@@ -274,12 +274,12 @@ class SGLangClient:
 
     async def model_info(self, **limits: Any) -> dict[str, Any]:
         """The server's ``/model_info``: model_path, weight_version, ..."""
-        return await ask_server(self._http, "model_info", **limits)
+        return await self._ask("model_info", **limits)
 
     async def server_info(self) -> dict[str, Any]:
         """The server's ``/server_info``: its flags; empty where it has no such route."""
         try:
-            return await ask_server(self._http, "server_info")
+            return await self._ask("server_info")
         except EngineRequestError:
             return {}
 
@@ -375,6 +375,15 @@ class SGLangClient:
             ) from error
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, name: str, **limits: Any) -> dict[str, Any]:
+        try:
+            return await self._http.call("GET", f"/{name}", **limits)
+        except EngineRequestError as error:
+            if error.status not in (404, 405):
+                raise
+            # sglang-router forwards only the older path, to one of its workers
+            return await self._http.call("GET", f"/get_{name}", **limits)
 
     async def _post(self, path: str, payload: Any = None, **limits: Any) -> None:
         await self._http.call("POST", path, payload, json=False, **limits)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.engine.client.generation import version_of
-from agl_slime.engine.client.transport import HttpTransport
-from agl_slime.errors import EngineProtocolError, EngineRequestError
+from agl_slime.errors import EngineProtocolError
 
 _DP_RANK = re.compile(r"@\d+/?$")
 
@@ -23,17 +22,6 @@ class EngineDescription:
     base_url: str
     model_path: str
     weight_version: str
-
-
-async def ask_server(http: HttpTransport, name: str, **limits: Any) -> dict[str, Any]:
-    """A server's ``/model_info`` or ``/server_info``."""
-    try:
-        return await http.call("GET", f"/{name}", **limits)
-    except EngineRequestError as error:
-        if error.status not in (404, 405):
-            raise
-        # sglang-router forwards only the older path, to one of its workers
-        return await http.call("GET", f"/get_{name}", **limits)
 
 
 def engine_version(info: Mapping[str, Any], base_url: str) -> str:

@@ -23,7 +23,7 @@ from agl_slime.engine.client.replay import (
     parse_experts,
     parse_nucleus,
 )
-from agl_slime.engine.client.retry import false_answer
+from agl_slime.engine.client.retry import impossible_answer
 from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
 from agl_slime.support.ranges import check_ranges
 
@@ -40,7 +40,7 @@ _first, _second = itemgetter(0), itemgetter(1)
 
 LOG_PROBS = -80.0, 1e-4
 """Bounds of a sampled token's log-prob: below, a ratio of probabilities overflows float32; above 0 by rounding only."""
-_LARGEST = 2**31 - 1  # ids are kept as int32
+_MAX_INT32 = 2**31 - 1  # ids are kept as int32
 
 
 class DefaultLimit(int):
@@ -51,13 +51,12 @@ class DefaultLimit(int):
 class SamplingParams:
     """How to sample one generation; the names are SGLang's.
 
-    ``max_new_tokens`` counts resumed parts too; ``max_tokens`` is another name for it.
-    ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like);
-    ``repetition_penalty`` and ``seed`` (SGLang's ``sampling_seed``) go there, ``num_samples`` must be 1. With
-    ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
-    ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
-    ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.tokens.replay``).
-    ``context_length`` limits prompt and answer together, where that is less than the model's.
+    ``max_new_tokens`` counts resumed parts too; ``max_tokens`` is another name for it. ``stop`` may be one string, or
+    token ids. ``extra`` is sent unchanged (``regex``, for example); ``repetition_penalty`` and ``seed`` (SGLang's
+    ``sampling_seed``) are added to it, ``num_samples`` must be 1. With ``routed_experts``, (layers, experts per token),
+    the engine reports the experts of each token, with ``nucleus`` the ids that top_p and top_k kept for each sampled
+    token, and log-probs are within them; ``replay_files`` is the directory of large ones (``agl_slime.tokens.replay``).
+    ``context_length`` limits prompt and answer together, if it is less than the model's.
     """
 
     temperature: float = 1.0
@@ -212,12 +211,12 @@ def parse_generation(
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if not isinstance(finish, Mapping) or kind not in ("stop", "length", "abort"):
-        raise false_answer(f"{endpoint} answered finish_reason {shortened(finish)}; expected stop, length or abort")
+        raise impossible_answer(f"{endpoint} answered finish_reason {shortened(finish)}, not stop, length or abort")
     matched = stop if type(stop := finish.get("matched")) in (int, str) else None
     if kind == "stop" and matched == _NAN_MARK:
         raise EngineError(f"{endpoint} computed NaN logits and replaced the sampled token: its weights are broken")
     pairs, listed, prompted = meta.get("output_token_logprobs"), body.get("output_ids"), meta.get("prompt_tokens")
-    request = request or PartRequest((), SamplingParams(max_new_tokens=_LARGEST))
+    request = request or PartRequest((), SamplingParams(max_new_tokens=_MAX_INT32))
     ids, log_probs = read_pairs(pairs or [], "output_token_logprobs", endpoint, vocab_size=request.vocab_size)
     count = count_of(meta, "completion_tokens", endpoint, default=len(ids))
     # a stream that is aborted in the queue ends with its last id alone
@@ -234,7 +233,7 @@ def parse_generation(
         (lowest < LOG_PROBS[0] or highest > LOG_PROBS[1], f"log-probs from {lowest:g} to {highest:g}, beyond -80 to 0"),
     ):
         if is_false:
-            raise false_answer(f"{endpoint} answered {problem}")
+            raise impossible_answer(f"{endpoint} answered {problem}")
     if request.input_ids and prompted is not None:
         request.check(count_of(meta, "prompt_tokens", endpoint), endpoint)
     accepted, drafted, verified = (count_of(meta, name, endpoint) for name in _SPECULATED)
@@ -251,7 +250,7 @@ def parse_generation(
         latency_s=latency_s,
         top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), len(ids), endpoint),
         speculated=(accepted, drafted, verified),
-        **_replayed(meta, request, len(ids), kind, endpoint),
+        **_replay_data(meta, request, len(ids), kind, endpoint),
     )
 
 
@@ -266,18 +265,18 @@ def read_pairs(
             raise TypeError
         log_probs = tuple(map(float, log_probs))
     except (TypeError, KeyError, IndexError, OverflowError) as error:
-        raise false_answer(f"{endpoint} answered {name} of another form: {shortened(pairs)}") from error
-    size = vocab_size or _LARGEST + 1
+        raise impossible_answer(f"{endpoint} answered {name} of another form: {shortened(pairs)}") from error
+    size = vocab_size or _MAX_INT32 + 1
     if ids and not 0 <= (wrong := outermost(ids)) < size:
-        raise false_answer(f"{endpoint} answered token id {wrong}, outside the model's vocabulary of {size} ids")
+        raise impossible_answer(f"{endpoint} answered token id {wrong}, outside the model's vocabulary of {size} ids")
     return ids, log_probs
 
 
 def count_of(meta: Mapping[str, Any], name: str, endpoint: str, *, default: int = 0) -> int:
     """A count in ``meta_info``. Raises ``EngineProtocolError`` unless it is a whole number from 0 to 2**31 - 1."""
     value = meta.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST):
-        raise false_answer(f"{endpoint} answered {name} {shortened(value)}; expected a whole number of at least 0")
+    if value is not None and (type(value) is not int or not 0 <= value <= _MAX_INT32):
+        raise impossible_answer(f"{endpoint} answered {name} {shortened(value)}; expected a whole number of at least 0")
     return default if value is None else value
 
 
@@ -285,20 +284,20 @@ def version_of(meta: Mapping[str, Any], endpoint: str, *, name: str = "weight_ve
     """The weight version in an answer; ``None`` without one. Raises ``EngineProtocolError`` unless it is a number or a
     short printable text: files and metrics name it."""
     value = meta.get(name)
-    if type(value) is int and abs(value) <= _LARGEST:
+    if type(value) is int and abs(value) <= _MAX_INT32:
         value = str(value)
     if value is not None and not (isinstance(value, str) and value.isprintable() and len(value) <= 256):
-        raise false_answer(f"{endpoint} answered the {name} {shortened(value)}; expected a short printable text")
+        raise impossible_answer(f"{endpoint} answered the {name} {shortened(value)}; expected a short printable text")
     return value
 
 
 def _text(answer: Mapping[str, Any], name: str, endpoint: str) -> str:
     if not isinstance(text := answer.get(name) or "", str):
-        raise false_answer(f"{endpoint} answered {name} {shortened(text)}; expected a text")
+        raise impossible_answer(f"{endpoint} answered {name} {shortened(text)}; expected a text")
     return text
 
 
-def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, endpoint: str) -> dict[str, Any]:
+def _replay_data(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, endpoint: str) -> dict[str, Any]:
     """The requested replay data; an aborted part may lack it."""
     replayed, checks = {}, {"endpoint": endpoint, "required": kind != "abort"}
     if (shape := request.sampling.routed_experts) is not None:
@@ -320,7 +319,7 @@ def broken_off(event: Any) -> Any:
 def _top_log_probs(listed: Any, count: int, endpoint: str) -> tuple[tuple[tuple[int, float], ...], ...]:
     places = [] if listed is None else listed
     if not isinstance(places, list) or len(places) not in (0, count):
-        raise false_answer(f"{endpoint} answered output_top_logprobs of another form: {shortened(listed)}")
+        raise impossible_answer(f"{endpoint} answered output_top_logprobs of another form: {shortened(listed)}")
     pairs = (read_pairs(place or [], "output_top_logprobs", endpoint) for place in places)
     return tuple(tuple(zip(*place, strict=True)) for place in pairs)
 
@@ -370,7 +369,7 @@ class PartRequest:
             reason = "it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
             prompt = "a prompt with images"
         if counted != (sent := len(self.input_ids)):
-            raise false_answer(f"{endpoint} counts {counted} tokens in {prompt} that has {sent}: {reason}")
+            raise impossible_answer(f"{endpoint} counts {counted} tokens in {prompt} that has {sent}: {reason}")
 
 
 def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, endpoint: str) -> tuple[WeightSpan, ...]:
@@ -381,15 +380,15 @@ def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, en
     spans: list[WeightSpan] = []
     for item in listed if isinstance(listed, list) else [None]:
         if not isinstance(item, Mapping) or (name := version_of(item, endpoint, name="version")) is None:
-            raise false_answer(f"{endpoint} answered weight_versions of another form: {shortened(listed)}")
+            raise impossible_answer(f"{endpoint} answered weight_versions of another form: {shortened(listed)}")
         start, last = (count_of(item, place, endpoint, default=-1) for place in ("start", "end"))
         if start != end or last < start:
-            raise false_answer(f"{endpoint} answered weight_versions with gaps or overlaps: {shortened(listed)}")
+            raise impossible_answer(f"{endpoint} answered weight_versions with gaps or overlaps: {shortened(listed)}")
         if oldest is not None and name.isdecimal() and int(name) < oldest and start < min(last, n_tokens):
             reason = f"and version {oldest} was pushed before: a worker has missed an update"
-            raise false_answer(f"{endpoint} sampled with weights of version {name}, {reason}")
+            raise impossible_answer(f"{endpoint} sampled with weights of version {name}, {reason}")
         spans.append(WeightSpan(name, start, min(last, n_tokens)))
         end = last
     if spans and end < n_tokens:
-        raise false_answer(f"{endpoint} answered weight_versions of {end} tokens in an answer of {n_tokens}")
+        raise impossible_answer(f"{endpoint} answered weight_versions of {end} tokens in an answer of {n_tokens}")
     return tuple(span for span in spans if span.start < span.end)

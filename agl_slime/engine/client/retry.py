@@ -75,7 +75,7 @@ def refusal(
     return error
 
 
-def false_answer(text: str) -> EngineProtocolError:
+def impossible_answer(text: str) -> EngineProtocolError:
     """The error of an answer in SGLang's form that cannot be right; a second one could be chosen by its content."""
     error = EngineProtocolError(text)
     error.transient = False
@@ -104,7 +104,7 @@ def engine_error(exc: BaseException, *, endpoint: str = "the engine") -> EngineE
     if isinstance(exc, EngineError):
         return exc
     if isinstance(exc, RecursionError):
-        return false_answer(f"{endpoint} answered JSON that is nested too deep")
+        return impossible_answer(f"{endpoint} answered JSON that is nested too deep")
     if isinstance(exc, aiohttp.ClientSSLError):
         error = EngineUnreachableError(f"{endpoint} could not be reached by TLS: {text}")
         error.transient = False

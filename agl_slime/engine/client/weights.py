@@ -15,7 +15,7 @@ order:
 - ``continue`` is sent after any failure too; without it the worker would hold back all requests for ever.
 
 Paused with ``retract`` or ``in_place``, running requests stay in the engine and one answer has tokens of two versions;
-only an engine that lists the version of each token is asked for that (``settle_pause``). With ``retract`` the new
+only an engine that lists the version of each token is asked for that (``check_pause``). With ``retract`` the new
 weights recompute the KV cache, and the order above holds. After ``in_place`` tokens stand on the old weights' KV cache,
 and running requests keep the flush from happening: SGLang reuses prefixes of the old weights for later ones, too.
 """
@@ -64,14 +64,14 @@ class DiskWeightSync:
         self._flush_timeout_s, self._update_timeout_s = flush_timeout_s, update_timeout_s
         self._pushing = False
 
-    async def settle_pause(self) -> str:
+    async def check_pause(self) -> str:
         """Check once, before the first push, whether every worker supports ``pause``. Where one does not, ``pause``
         becomes "abort" and the returned sentence has the reason; empty when all do."""
         if self.pause == "abort":
             return ""
         # a worker that a killed run left paused would not answer
-        await self.of_each_worker(SGLangClient.continue_generation)
-        lists_versions = await self.of_each_worker(SGLangClient.lists_weight_versions)
+        await self.ask_each_worker(SGLangClient.continue_generation)
+        lists_versions = await self.ask_each_worker(SGLangClient.lists_weight_versions)
         if (url := next((url for url, lists in lists_versions.items() if not lists), None)) is None:
             return ""
         mode, self.pause = self.pause, "abort"
@@ -79,12 +79,12 @@ class DiskWeightSync:
         then = "a weight update aborts running requests, and they are taken up again under the new weights"
         return f"{reason}, so it is not paused with {mode!r}: {then}"
 
-    async def computes_in(self) -> str:
+    async def dtype(self) -> str:
         """The dtype that all workers compute in (bfloat16, ...); empty where it differs or is unknown."""
-        dtypes = set((await self.of_each_worker(SGLangClient.dtype)).values())
+        dtypes = set((await self.ask_each_worker(SGLangClient.dtype)).values())
         return dtypes.pop() if len(dtypes) == 1 else ""
 
-    async def of_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
+    async def ask_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
         """Each worker's answer, by its URL."""
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
             urls = await client.workers()

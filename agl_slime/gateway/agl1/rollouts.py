@@ -13,7 +13,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from pydantic import ValidationError
@@ -35,9 +35,7 @@ from agl_slime.store.bridge import FINISHED, RUNNING, BridgeStore
 from agl_slime.store.feed import FeedPosition, FinishedFeed
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agl_slime.support.http import json_bytes
-from agl_slime.support.threads import run_in_thread
-
-T = TypeVar("T")
+from agl_slime.support.threads import run_in_thread_if
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +92,8 @@ class Rollouts:
         for first in range(0, len(creates), _CREATE_CHUNK):
             rollouts += [await self._create(create) for create in creates[first : first + _CREATE_CHUNK]]
             await asyncio.sleep(0)
-        views = await _off_loop(lambda: [*map(orjson.Fragment, map(self._json_of, rollouts))], len(rollouts))
+        many = len(rollouts) > _INLINE_ROLLOUTS
+        views = await run_in_thread_if(many, lambda: [*map(orjson.Fragment, map(self._json_of, rollouts))])
         return orjson.Fragment(orjson.dumps(views))
 
     async def _create(self, create: Create) -> Rollout:
@@ -129,7 +128,7 @@ class Rollouts:
                 if rollout is not None and _state_of(rollout) in ended:
                     rollouts.append(rollout)
         listed = [rollout for rollout in rollouts[:limit] if rollout.rollout_id not in self._deleted]
-        return await _off_loop(lambda: self._page(listed), len(listed))
+        return await run_in_thread_if(len(listed) > _INLINE_ROLLOUTS, lambda: self._page(listed))
 
     def _page(self, rollouts: Sequence[Rollout]) -> tuple[orjson.Fragment, list[str]]:
         views, size, unreadable = list[orjson.Fragment](), 0, list[str]()
@@ -277,11 +276,6 @@ class Rollouts:
             metadata=Metadata.model_validate(metadata),
             status=Status(**{"updated_at": updated, **status, "created_at": created}),
         )
-
-
-async def _off_loop(write: Callable[[], T], count: int) -> T:
-    """Call ``write``, in a thread if it writes many rollouts."""
-    return write() if count <= _INLINE_ROLLOUTS else await run_in_thread(write)
 
 
 def reason_of(error_message: str) -> str:

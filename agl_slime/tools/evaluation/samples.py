@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.agent.access import LLM_RESOURCE
-from agl_slime.data.client import HealthCheck, Task, TaskGroup, enqueue_requests, run_rollouts
+from agl_slime.data.enqueueing import HealthCheck, Task, TaskGroup, enqueue_requests, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import LoopError

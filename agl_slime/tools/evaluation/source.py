@@ -46,5 +46,5 @@ def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str
 
 def _is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    ours = module.__name__.partition(".")[0] == __name__.partition(".")[0] and ".by_file." not in module.__name__
+    ours = module.__name__.partition(".")[0] == __name__.partition(".")[0] and ".user_files." not in module.__name__
     return ours or not isinstance(file, str) or file.startswith(_INSTALLED)

@@ -16,7 +16,7 @@ import tyro
 
 from agl_slime.data.credit import mask_of
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
+from agl_slime.engine.scoring import ScoreRequest, ScoreResult, ScoringClient
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
@@ -337,8 +337,8 @@ async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measu
     """Score ``samples``. Raises ``EngineError``."""
     versions = set[str]()
 
-    def log_probs(sample: KeptSample, answer: Scored | EngineError, start: int) -> np.ndarray:
-        if not isinstance(answer, Scored):
+    def log_probs(sample: KeptSample, answer: ScoreResult | EngineError, start: int) -> np.ndarray:
+        if not isinstance(answer, ScoreResult):
             raise answer
         versions.add(answer.version)
         return answer.log_probs[sample.places - start]
@@ -346,7 +346,7 @@ async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measu
     columns = [(sample, sample.ids.tolist(), int(sample.places[0])) for sample in samples]
     fresh = [log_probs(sample, await client.score_one(ids, 1), 1) for sample, ids, _ in columns]
     cached = [log_probs(sample, await client.score_one(ids, start), start) for sample, ids, start in columns]
-    answers = await client.score([ToScore(ids, start) for _, ids, start in columns])
+    answers = await client.score([ScoreRequest(ids, start) for _, ids, start in columns])
     batch = [log_probs(sample, answer, start) for (sample, _, start), answer in zip(columns, answers, strict=True)]
     return Measured(fresh=fresh, cached=cached, batch=batch, versions=frozenset(versions))
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from agl_slime.engine.client.generation import SamplingParams
-from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
+from agl_slime.engine.scoring import ScoreRequest, ScoreResult, ScoringClient
 from agl_slime.errors import AglSlimeError, EngineError, format_exception
 from agl_slime.metric_names import AUTOPSY, AUTOPSY_CAUSE
 from agl_slime.report.files import RunDir
@@ -48,7 +48,7 @@ class Scoring:
 
     iteration: int
     samples: list[KeptSample]
-    engine: Future[list[Scored | EngineError]]
+    engine: Future[list[ScoreResult | EngineError]]
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class RunAutopsy:
         chosen = random.Random(f"{self.seed}.{iteration}").sample(fit, min(self.turns, len(fit)))
         if not chosen:
             return None
-        request = self.client.score([ToScore(sample.tokens) for sample in chosen])
+        request = self.client.score([ScoreRequest(sample.tokens) for sample in chosen])
         engine = asyncio.run_coroutine_threadsafe(request, self._loop)
         scores = self.trainer_scores(chosen)
         columns = zip(chosen, scores, strict=True)
@@ -112,7 +112,7 @@ class RunAutopsy:
         scored = self._answer(scoring.engine) or []
         log_probs = []
         for sample, answer in zip(scoring.samples, scored, strict=False):
-            if isinstance(answer, Scored) and answer.version == sample.version:
+            if isinstance(answer, ScoreResult) and answer.version == sample.version:
                 log_probs.append(answer.log_probs[sample.places - 1])
         return log_probs if len(log_probs) == len(scoring.samples) else None
 

@@ -64,7 +64,7 @@ def nearest(name: str, names: Iterable[str], *, cutoff: float = _CUTOFF) -> str:
 
 
 def _file(path: str) -> ModuleType:
-    from agl_slime.agent.by_file import import_file
+    from agl_slime.agent.user_files import import_file
 
     return import_file(path)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from agl_slime.agent.access import LLM_RESOURCE, check_replay, replay_of
 from agl_slime.agent.loading import load_agent
-from agl_slime.data.client import TaskGroup, enqueue_requests
+from agl_slime.data.enqueueing import TaskGroup, enqueue_requests
 from agl_slime.data.ingestor import Producer
 from agl_slime.data.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.data.source import DataSourceSettings

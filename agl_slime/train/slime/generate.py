@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from agl_slime.data.client import HealthCheck, TaskGroup, run_rollouts
+from agl_slime.data.enqueueing import HealthCheck, TaskGroup, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError

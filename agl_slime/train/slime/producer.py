@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from agl_slime.data.client import HealthCheck, enqueue_groups, run_rollouts
+from agl_slime.data.enqueueing import HealthCheck, enqueue_groups, run_rollouts
 from agl_slime.data.ingestor import Producer
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource, format_outcomes

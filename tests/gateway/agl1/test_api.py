@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hypothesis import strategies as st
 
-from agl_slime.data.read import collect
+from agl_slime.data.read import read_rollout
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.runner.controller_process import ControllerProcess
 from agl_slime.support.agl import LLM, RolloutConfig
@@ -37,7 +37,7 @@ def api() -> Iterator[Api]:
 
 
 def member_of(api: Api, rollout_id: str) -> Any:
-    return run_blocking(collect(api.store, rollout_id, tokenizer=api.tokenizer, convert_validation=True))
+    return run_blocking(read_rollout(api.store, rollout_id, tokenizer=api.tokenizer, convert_validation=True))
 
 
 def succeed(api: Api, rollout_id: str) -> Any:
@@ -452,7 +452,7 @@ def test_listing_skips_rollouts_that_it_cannot_serialize(api: Api, odd: Any, cap
     assert api.gateway.rollouts.unreadable == 2
     [warning] = [record.getMessage() for record in caplog.records if "cannot be shown" in record.getMessage()]
     assert lost[0] in warning
-    ends = [run_blocking(collect(api.store, rollout)) for rollout in lost]
+    ends = [run_blocking(read_rollout(api.store, rollout)) for rollout in lost]
     assert [end.failure if end is not None else "" for end in ends] == ["not_showable"] * 2
     assert api.http.get(f"/api/rollouts/{lost[0]}").status_code == 409
     assert api.create() in queued(api)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agl_slime.data.read import collect
+from agl_slime.data.read import read_rollout
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
@@ -76,7 +76,7 @@ def run_rollouts(agent: str, store: BridgeStore, log: Path, count: int = 3) -> l
         assert len(ended) == count, log.read_text()
         address = pool.gateway.url
     assert not list(agents_of(address))
-    return [run_blocking(collect(store, rollout_id)) for rollout_id in ids]
+    return [run_blocking(read_rollout(store, rollout_id)) for rollout_id in ids]
 
 
 def kill_controllers(pool: ControllerPool) -> None:
@@ -133,7 +133,7 @@ def test_two_controllers_with_names_share_a_run(store: BridgeStore, tmp_path: Pa
         with local_controller(f"{url}/a", logs[0], paths=AGENTS), local_controller(f"{url}/b", logs[1], paths=AGENTS):
             ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=120))
         assert len(ended) == len(ids), "\n".join(log.read_text() for log in logs)
-        members: list[Any] = [run_blocking(collect(store, rollout_id)) for rollout_id in ids]
+        members: list[Any] = [run_blocking(read_rollout(store, rollout_id)) for rollout_id in ids]
         workers = {run_blocking(store.get_latest_attempt(rollout_id)).worker_id for rollout_id in ids}  # type: ignore[union-attr]
     assert [(member.failure, member.reward, member.turns) for member in members] == [(None, 1.0, 2)] * len(ids)
     assert workers == {"agl-controller/a", "agl-controller/b"}

@@ -133,7 +133,7 @@ def test_a_changed_reward_or_template_is_another_evaluation(policy_dir, embedded
 
     def command() -> tuple[float, bool, int]:
         """The reward, whether all samples are earlier ones, and the number of evaluations."""
-        for name in [name for name in sys.modules if name == "judging" or "by_file.judged" in name]:
+        for name in [name for name in sys.modules if name == "judging" or "user_files.judged" in name]:
             monkeypatch.delitem(sys.modules, name)
         flags = {"agent": f"{agent}:Judged", "tasks": tmp_path / "tasks.jsonl", "sglang_url": embedded_engine}
         report, text = evaluate(model, **flags)

@@ -113,7 +113,7 @@ def stale_cache(bench: autopsies.Bench) -> list[np.ndarray]:
     engine = Engine(bench.model(autopsies.OLD), bench.tokenizer)
     try:
         autopsies.serve(engine, [sample.ids[: sample.prompt_length] for sample in bench.samples], max_new_tokens=1)
-        engine._slots.stale = lambda: None  # type: ignore[method-assign]
+        engine._slots.invalidate_cache = lambda: None  # type: ignore[method-assign]
         engine.update_weights(dict(bench.model().state_dict())).result(30)
         starts = [sample.prompt_length - 1 for sample in bench.samples]
         requests = autopsies.serve(engine, [sample.ids for sample in bench.samples], start=starts, max_new_tokens=0)

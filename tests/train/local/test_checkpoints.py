@@ -162,7 +162,7 @@ def test_a_real_sglang_in_bfloat16_computes_the_same_with_rounded_weights(policy
 
     async def answers(url: str) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         sync, answers_by_version = DiskWeightSync(base_url=url), []
-        assert await sync.computes_in() == "bfloat16"
+        assert await sync.dtype() == "bfloat16"
         async with SGLangClient(base_url=url) as client:
             for version, path in enumerate((policy_dir, tmp_path / "float32", tmp_path / "bfloat16")):
                 await sync.push(str(path), str(version))

@@ -11,7 +11,7 @@ import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.cli.settings import train_config
-from agl_slime.data.client import TaskGroup
+from agl_slime.data.enqueueing import TaskGroup
 from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
 from agl_slime.runner.base import RunnerPlan

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.data import client
-from agl_slime.data.client import HealthCheck, TaskGroup, enqueue_requests, run_rollouts
+from agl_slime.data import enqueueing
+from agl_slime.data.enqueueing import HealthCheck, TaskGroup, enqueue_requests, run_rollouts
 from agl_slime.data.results import MemberResult, Outcome
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import DataSourceError, LoopError
@@ -106,7 +106,7 @@ async def test_an_iteration_that_its_caller_leaves_is_cancelled(case: Case) -> N
 
 
 async def test_a_source_that_stops_ends_the_wait_at_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_HEALTH_CHECK_INTERVAL_S", 60.0)
+    monkeypatch.setattr(enqueueing, "_HEALTH_CHECK_INTERVAL_S", 60.0)
     running = asyncio.ensure_future(anext(case.run(1)))  # type: ignore[arg-type]
     await case.enqueued.wait()
     await asyncio.to_thread(case.source.stop)

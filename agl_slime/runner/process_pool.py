@@ -36,7 +36,7 @@ def process_main(spec: WorkerSpec, control: Connection) -> None:
     print_plainly()
     log_to_stderr(logging.WARNING, f"%(levelname)s {spec.name}: %(message)s")
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
-    worker = Worker(spec, verdict=control.fileno())
+    worker = Worker(spec, reason_fd=control.fileno())
     signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
     threading.Thread(target=_receive_commands, args=(worker, control), name="agl-slime-control", daemon=True).start()
     try:
@@ -102,14 +102,14 @@ class ProcessPool(WorkerPool):
             worker.ready = worker.control.recv() == READY
             self._supervisor.note_ready()
         wait([worker.process.sentinel])
-        verdict = cause = ""
+        killed_for = cause = ""
         with suppress(EOFError, OSError):  # the killer of a stuck worker sends a reason
             while worker.control.poll():
-                verdict, cause = worker.control.recv()
+                killed_for, cause = worker.control.recv()
         with self._launching:  # starting a process also reaps ended ones, and an exit code can be read only once
             worker.process.join()
         code = worker.process.exitcode or 0
-        reason = verdict or describe_exit(code)
+        reason = killed_for or describe_exit(code)
         if code > 0 and not self._supervisor.ready:
             # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
             # a main guard)
