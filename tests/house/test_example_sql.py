@@ -1,6 +1,7 @@
 """``examples/sql``: queries that attack the database change nothing and end; a reward for the right result only."""
 
 import asyncio
+import json
 import random
 import sqlite3
 from pathlib import Path
@@ -118,6 +119,10 @@ def test_the_warm_up_sees_the_tokens_of_langgraphs_agent(modules: Any, task: dic
     tokenizer.save_pretrained(tmp_path)
     row = data.demonstration(agent.SmallSqlAgent(), task, foreign=True)
     ((sample,),) = asyncio.run(read_conversations([row], agent=SGLangLitAgent(), model=str(tmp_path)))
+    function = row["messages"][-1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])  # as OpenAI's clients write them
+    ((again,),) = asyncio.run(read_conversations([row], agent=SGLangLitAgent(), model=str(tmp_path)))
+    assert again.tokens == sample.tokens
     call = calling("sql_db_query", query=task["query"]).replace("\n", "")
     with serving(call, tokenizer=tokenizer, sampling=LONG, context_length=10**6) as case:
         assert asyncio.run(langgraph_agent.answer_small(task, case.llm)) == {"score": 1.0, "right": 1.0}
