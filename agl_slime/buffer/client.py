@@ -23,7 +23,7 @@ from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
-from agl_slime.support.http import ask, is_transient, json_bytes
+from agl_slime.support.http import is_transient, json_bytes, request_json
 from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ async def ask_buffer(
     url: str, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 90.0
 ) -> Any:
     """The JSON answer to one request to the buffer at ``url``: a POST, or a GET without ``body``. Raises as
-    ``agl_slime.support.http.ask`` does."""
+    ``agl_slime.support.http.request_json`` does."""
     headers = {"Authorization": f"Bearer {token}"} if token else None
     sent = None if body is None else json.dumps(body).encode()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
-        return await ask(session, url.rstrip("/") + path, sent)
+        return await request_json(session, url.rstrip("/") + path, sent)
 
 
 class BufferWriter:
@@ -87,8 +87,9 @@ class BufferWriter:
     async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
         failure = f"the buffer at {shown_url(self._url)} stored no item"
         backoff = Backoff(failure, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
+        body = b"[" + b",".join(bodies) + b"]"
         try:
-            await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), is_transient)
+            await backoff.run(lambda: request_json(self._session, self._url, body), is_transient)
         except aiohttp.ClientResponseError as error:
             if len(bodies) == 1:
                 return [BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)]

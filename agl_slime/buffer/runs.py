@@ -102,7 +102,7 @@ class GeneratorRun:
         self._supervisor = Supervisor(
             launch=self._start,
             follow=self._follow,
-            lost=lambda _: on_end(self._ended_as or self._state, self._error),
+            on_lost=lambda _: on_end(self._ended_as or self._state, self._error),
             kill=Child.stop,
             restarts=restarts,
             pause_s=lambda number: min(_LONGEST_PAUSE_S, 0.25 * 4**number),
@@ -131,7 +131,7 @@ class GeneratorRun:
         """End the process group, by SIGKILL after a grace period; returns when it is gone."""
         self._ended_as = self._ended_as or state
         self._supervisor.stop()
-        for child in self._supervisor.left_after(0.0):
+        for child in self._supervisor.unended_after(0.0):
             child.stop()
         self._supervisor.join(_GRACE_S)
 

@@ -97,7 +97,7 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
         return same / len(judged) if len(judged) >= MIN_GROUPS else 0.0
 
     untaught = (step for step in steps if not _has_teacher(step))
-    for first, duration in _runs([*untaught], lambda step: share(step) > SAME_SHARE and not any(_broken(step))):
+    for first, duration in _streaks([*untaught], lambda step: share(step) > SAME_SHARE and not any(_broken(step))):
         text = f"in {share(first):.0%} of the groups all rewards are equal, {duration}: their advantage is 0"
         advice = "easier or harder tasks, more rollouts per prompt (--n-samples-per-prompt), a reward with more steps,"
         advice += " or --drop-zero-variance, which replaces such groups"
@@ -121,7 +121,7 @@ def truncation(steps: Sequence[_Step]) -> Iterator[Alarm]:
         truncated = sum(int(group.get("truncated") or 0) for group in step.groups)
         return truncated / len(step.members) if len(step.members) >= MIN_ROLLOUTS else 0.0
 
-    for first, duration in _runs(steps, lambda step: share(step) > TRUNCATED_SHARE):
+    for first, duration in _streaks(steps, lambda step: share(step) > TRUNCATED_SHARE):
         text = f"{share(first):.0%} of the rollouts were cut off by a limit, {duration}"
         advice = "more --max-new-tokens or --max-turns, or a reward that does not pay for length"
         yield _alarm("truncation", first, text, advice, metric="rollout/truncated")
@@ -271,7 +271,7 @@ def length_bias(steps: Sequence[_Step]) -> Iterator[Alarm]:
         sampled, trained = (number(step.metrics, name) for name in (m.RESPONSE_TOKENS, m.TRAINED_TOKENS_MEAN))
         return trained / sampled - 1 if sampled and trained is not None else 0.0
 
-    for first, duration in _runs(steps, lambda step: abs(bias(step)) > BIAS):
+    for first, duration in _streaks(steps, lambda step: abs(bias(step)) > BIAS):
         longer = "longer" if bias(first) > 0 else "shorter"
         text = f"trained rollouts are {abs(bias(first)):.0%} {longer} than sampled ones, {duration}"
         advice = "long rollouts fail, time out or are dropped more often, so that the policy learns to be short, or the"
@@ -358,13 +358,13 @@ def _reasons(step: _Step, condition: Callable[[_Member], bool]) -> str:
     return ", ".join(f"{reason} {n}" for reason, n in counts.most_common(3))
 
 
-def _runs(steps: Sequence[_Step], condition: Callable[[_Step], bool]) -> Iterator[tuple[_Step, str]]:
-    """Runs of at least ``CONSECUTIVE`` iterations that satisfy ``condition``: the first step and the duration."""
-    row: list[_Step] = []
+def _streaks(steps: Sequence[_Step], condition: Callable[[_Step], bool]) -> Iterator[tuple[_Step, str]]:
+    """At least ``CONSECUTIVE`` iterations in a row that satisfy ``condition``: the first step and the duration."""
+    streak: list[_Step] = []
     for step in [*steps, None]:
         if step is not None and condition(step):
-            row.append(step)
+            streak.append(step)
             continue
-        if len(row) >= CONSECUTIVE:
-            yield row[0], f"for {len(row)} iterations"
-        row = []
+        if len(streak) >= CONSECUTIVE:
+            yield streak[0], f"for {len(streak)} iterations"
+        streak = []

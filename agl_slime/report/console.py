@@ -76,7 +76,7 @@ class ProgressReporter:
             with self._lock:
                 if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
                     self._seconds.append(seconds)
-            line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._left(event.iteration))
+            line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._remaining_s(event.iteration))
             print_line(line, to=self._console)
         with self._lock:
             self._update(event)
@@ -124,7 +124,7 @@ class ProgressReporter:
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
-    def _left(self, iteration: int) -> float | None:
+    def _remaining_s(self, iteration: int) -> float | None:
         """Estimated seconds for the iterations after ``iteration``, from the last few."""
         if not self._run.num_iterations or not self._seconds:
             return None
@@ -142,7 +142,7 @@ class ProgressReporter:
             seconds = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
             doing.append(f" {self._trained:.0%}, {format_seconds(max(seconds, 0.0))} left")
         spent = format_seconds(max(time.monotonic() - self._run.at, 0.0))
-        if (run_left := self._left(iteration - 1)) is not None:
+        if (run_left := self._remaining_s(iteration - 1)) is not None:
             spent += f", {format_seconds(run_left)} left"
         head, wide = Table.grid(padding=(0, 2)), self._console.width >= 110
         head.add_row(

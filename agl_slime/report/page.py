@@ -21,7 +21,7 @@ from agl_slime.report.alarms import find_alarms
 from agl_slime.report.read import Convert, RunReader, columns, distinct_names, find_runs, group_columns, no_other_runs
 from agl_slime.report.records import parse
 from agl_slime.report.summary import headline, sum_up
-from agl_slime.support.files import output_of, write_file
+from agl_slime.support.files import unwritable_as_error, write_file
 from agl_slime.support.http import json_bytes
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
@@ -75,11 +75,11 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
 
 
 def run_data(reader: RunReader) -> dict[str, Any] | None:
-    """The news of a run (``RunReader.update``) with its result and all its alarms."""
-    if (news := reader.update()) is not None:
-        news["alarms"] = [asdict(alarm) for alarm in find_alarms(reader.metrics, reader.groups)]
-        news["headline"] = headline(sum_up(reader.metrics), alarms=len(news["alarms"]))
-    return news
+    """The changes of a run since the last call (``RunReader.update``), with its result and all its alarms."""
+    if (changes := reader.update()) is not None:
+        changes["alarms"] = [asdict(alarm) for alarm in find_alarms(reader.metrics, reader.groups)]
+        changes["headline"] = headline(sum_up(reader.metrics), alarms=len(changes["alarms"]))
+    return changes
 
 
 def write_report(paths: Sequence[Path], output: Path | None = None, convert: Convert = no_other_runs) -> Path:
@@ -100,7 +100,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None, convert: Con
         run["left_out"] = " ".join(filter(None, (thinned, left_out)))
     blocks.insert(0, ("runs-data", script_json(runs)))
     title = ", ".join(run["name"] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
-    with output_of("--output", target):
+    with unwritable_as_error("--output", target):
         write_file(target, page(blocks, title=title, live=False), durable=False)
     return target
 

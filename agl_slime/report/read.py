@@ -76,7 +76,7 @@ class Tail:
 
 
 class RunReader:
-    """The data of one run for the page. ``update`` returns the news since the last call; ``convert`` reads runs of
+    """The data of one run for the page. ``update`` returns the changes since the last call; ``convert`` reads runs of
     other programs."""
 
     def __init__(self, path: str | os.PathLike[str], convert: Convert = no_other_runs, *, name: str = "") -> None:
@@ -95,8 +95,8 @@ class RunReader:
         self._rewritten = 0
 
     def update(self) -> dict[str, Any] | None:
-        """The news for the page (see ``agl_slime/report/web/model.js``); ``None`` without any. With ``reset`` it
-        replaces all earlier news."""
+        """The changes for the page (see ``agl_slime/report/web/model.js``); ``None`` without any. With ``reset`` they
+        replace the data of all earlier calls."""
         replaced = False
         if self._converted is not None:
             self._converted.update()

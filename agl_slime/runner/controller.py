@@ -58,7 +58,7 @@ class ControllerPool(RunnerPool):
         self._supervisor = Supervisor(
             launch=self._new_child,
             follow=self._follow,
-            lost=self._lost,
+            on_lost=self._lost,
             kill=ControllerProcess.stop,
             restarts=settings.max_restarts,
         )
@@ -97,7 +97,7 @@ class ControllerPool(RunnerPool):
         self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
         self._watcher.start()
-        if not self._supervisor.places:
+        if not self._supervisor.supervised:
             logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
         return self
 
@@ -121,7 +121,7 @@ class ControllerPool(RunnerPool):
 
     def _end_children(self) -> None:
         self._supervisor.stop()
-        children = self._supervisor.left_after(0.0)
+        children = self._supervisor.unended_after(0.0)
         for child in children:
             child.stop()
         self._supervisor.join()
@@ -161,6 +161,6 @@ class ControllerPool(RunnerPool):
             elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
                 warned = True
                 fix = f"start one: {self.command}"
-                if self._supervisor.places:  # of this run, and a slow machine's takes longer
+                if self._supervisor.supervised:  # of this run, and a slow machine's takes longer
                     fix = "the one that this run started has not begun; its output is in the run's controller.log"
                 logger.warning("No controller has asked for a rollout in %g s; %s", _NO_CONTROLLER_S, fix)

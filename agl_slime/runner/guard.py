@@ -24,7 +24,7 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, TraceStatus, emit_exception, get_active_tracer
 from agl_slime.support.threads import ThreadPool
-from agl_slime.support.watch import named
+from agl_slime.support.watch import named_for
 from agl_slime.tokens.attributes import FAILURE_REASON
 from agl_slime.tokens.reward import reward_number
 
@@ -227,7 +227,7 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
         recording = current_recording.get()
         contain = recording is not None and isinstance(work, Coroutine)
-        wrapped = named(_contained, recording.rollout_id)(work) if recording is not None and contain else work
+        wrapped = named_for(_contained, recording.rollout_id)(work) if recording is not None and contain else work
         task = asyncio.Task(wrapped, loop=loop, **kwargs) if previous is None else previous(loop, wrapped, **kwargs)
         if contain:
             task.add_done_callback(lambda _: work.close())  # no "never awaited" warning if cancelled before its start

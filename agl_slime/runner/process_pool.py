@@ -74,7 +74,7 @@ class ProcessPool(WorkerPool):
 
     def pids(self, *, ready: bool = False) -> list[int]:
         """Process ids of the live workers; ``ready``: only workers that execute rollouts."""
-        processes = [worker.process for worker in self._supervisor.left_after(0.0) if worker.ready or not ready]
+        processes = [worker.process for worker in self._supervisor.unended_after(0.0) if worker.ready or not ready]
         return [process.pid for process in processes if not wait([process.sentinel], timeout=0.0)]
 
     def _launch(self, spec: WorkerSpec) -> _Process:

@@ -96,7 +96,7 @@ class WorkerPool(RunnerPool):
         self._supervisor: Supervisor[Any] = Supervisor(
             launch=self._new_worker,
             follow=self._follow,
-            lost=self._lost,
+            on_lost=self._lost,
             kill=self._kill,
             restarts=3 * plan.count if restarts is None else restarts,
         )
@@ -151,17 +151,17 @@ class WorkerPool(RunnerPool):
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         self._supervisor.stop()
         self._send_all("stop" if cancel else "drain")
-        if late := self._supervisor.left_after(timeout_s):
+        if late := self._supervisor.unended_after(timeout_s):
             logger.warning("%d of %d runners (%s) did not end in time.", len(late), self._plan.count, self._plan.kind)
             self._send_all("stop")
-            for worker in self._supervisor.left_after(_CANCEL_TIMEOUT_S):
+            for worker in self._supervisor.unended_after(_CANCEL_TIMEOUT_S):
                 self._kill(worker)
-            self._supervisor.left_after(_KILL_TIMEOUT_S)
+            self._supervisor.unended_after(_KILL_TIMEOUT_S)
         self._close()
         return not late
 
     def _send_all(self, command: Command) -> None:
-        for worker in self._supervisor.left_after(0.0):
+        for worker in self._supervisor.unended_after(0.0):
             self._send(worker, command)
 
     def _open(self) -> None:

@@ -23,7 +23,7 @@ from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMB
 from agl_slime.support.agl import Attempt, LightningStore, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
-from agl_slime.support.http import ask, is_transient
+from agl_slime.support.http import is_transient, request_json
 from agl_slime.support.net import shown_url
 
 # A restarting server answers again within moments; one that does not answer for this long has failed.
@@ -136,7 +136,7 @@ class RemoteStore(LightningStoreClient):
 
     async def _post(self, path: str, body: bytes, *, timeout_s: float = 300.0) -> Any:
         session, timeout = await self._get_session(), aiohttp.ClientTimeout(total=timeout_s)
-        return await ask(session, self.server_address_root + path, body, timeout=timeout)
+        return await request_json(session, self.server_address_root + path, body, timeout=timeout)
 
     def _backoff(self, patience_s: float | None) -> Backoff:
         message = f"the store at {self.server_address_root} does not answer"

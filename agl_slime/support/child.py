@@ -222,7 +222,7 @@ class Supervisor(Generic[C]):
     Args:
         launch: starts a child; returns its unique name and it.
         follow: waits for a child's end and cleans up; returns the reason, or "" if it is not to be started again.
-        lost: is called when a child is not started again, with its reason.
+        on_lost: is called when a child is not started again, with its reason.
         kill: ends a child that was started while ``stop`` was called.
         restarts: the number of restarts of all children together.
         pause_s: the pause before the n-th restart.
@@ -233,19 +233,19 @@ class Supervisor(Generic[C]):
         *,
         launch: Callable[[], tuple[str, C]],
         follow: Callable[[str, C], str],
-        lost: Callable[[str], None],
+        on_lost: Callable[[str], None],
         kill: Callable[[C], None],
         restarts: int,
         pause_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        self._launch, self._follow, self._lost, self._kill = launch, follow, lost, kill
+        self._launch, self._follow, self._on_lost, self._kill = launch, follow, on_lost, kill
         self._most_restarts, self._pause_s = restarts, pause_s
         self._restarts_left = restarts
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()  # guards what follows
         self.children: dict[str, C] = {}
         """By name, until their ends were processed."""
-        self.places = 0
+        self.supervised = 0
         """Number of children that run or are started again."""
         self.restarts = 0
         self.ready = False
@@ -254,7 +254,7 @@ class Supervisor(Generic[C]):
         self.failure: BaseException | None = None
 
     def start(self, count: int = 1) -> None:
-        self.places = count
+        self.supervised = count
         for _ in range(count):
             child = self._new()
             thread = threading.Thread(target=self._keep, args=child, name="agl-slime-supervisor", daemon=True)
@@ -277,7 +277,7 @@ class Supervisor(Generic[C]):
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def left_after(self, timeout_s: float) -> list[C]:
+    def unended_after(self, timeout_s: float) -> list[C]:
         """The children that have not ended within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: not self.children, timeout_s)
@@ -329,8 +329,8 @@ class Supervisor(Generic[C]):
             logger.error("A child process is no longer supervised: %s", error, exc_info=error)
             self.fail(error)
         with self._changed:
-            self.places -= 1
-        self._lost(reason)
+            self.supervised -= 1
+        self._on_lost(reason)
 
     def _take_restart(self) -> bool:
         with self._changed:
@@ -342,12 +342,12 @@ class Supervisor(Generic[C]):
 
 
 def wait_beside_parent(
-    process: subprocess.Popen[Any], parent_pid: int, each: Callable[[], None] = lambda: None
+    process: subprocess.Popen[Any], parent_pid: int, on_poll: Callable[[], None] = lambda: None
 ) -> int | None:
     """The exit code of a process, 128 + N after signal N; ``None`` once this process is no longer the child of
-    ``parent_pid``. ``each`` is called four times a second."""
+    ``parent_pid``. ``on_poll`` is called four times a second."""
     while process.poll() is None and os.getppid() == parent_pid:
-        each()
+        on_poll()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
     return 128 - code if (code := process.returncode) is not None and code < 0 else code

@@ -69,7 +69,7 @@ def disk_full_as_error(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def output_of(flag: str, target: Path) -> Iterator[None]:
+def unwritable_as_error(flag: str, target: Path) -> Iterator[None]:
     """Turn an error of writing ``target`` into a ``ConfigError`` that asks for another place with ``flag``."""
     try:
         yield

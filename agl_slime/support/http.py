@@ -268,7 +268,7 @@ def json_value(raw: bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:
+async def request_json(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:
     """The JSON answer to a POST of ``body`` (JSON), or to a GET without one.
 
     Raises:

@@ -26,13 +26,11 @@ class Estimate:
         return f"{self.mean:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if self.low is not None else "")
 
 
-def estimate(
-    values: Sequence[float], *, rewards: Iterable[float] = (), differences: bool = False, level: float = 0.95
-) -> Estimate | None:
+def estimate(values: Sequence[float], *, rewards: Iterable[float] = (), differences: bool = False) -> Estimate | None:
     """The mean of one value per task and its interval for other tasks of the same kind; ``None`` for no values.
 
     For values of 0 and 1 it is Wilson's interval with continuity correction (Newcombe 1998, method 4), which covers the
-    mean in at least ``level`` of all draws of 16 tasks or more. For values between it is the same with an effective
+    mean in at least 95 % of all draws of 16 tasks or more. For values between it is the same with an effective
     number of tasks: the number that gives the mean of zeros and ones the same variance (Korn and Graubard 1998). The
     interval lies between 0 and 1, the values and ``rewards``, all rewards known of such tasks; a reward beyond 0 and 1
     that no rollout has had is not known. Fewer than 16 tasks of which some have negative rewards, and ``differences``
@@ -56,7 +54,7 @@ def estimate(
     binary = share * (1 - share)  # the variance of as many zeros and ones
     weight = _PRIOR_DIFFERENCES if differences else _PRIOR_TASKS
     variance = (n * pvariance(values) / span / span + weight * binary) / (n + weight)
-    low, high = _wilson(share, n * binary / variance if binary else n, NormalDist().inv_cdf((1 + level) / 2))
+    low, high = _wilson(share, n * binary / variance if binary else n)
     return Estimate(mean=mean, low=least + span * low, high=least + span * high, tasks=n)
 
 
@@ -68,11 +66,12 @@ def paired_difference(
     return estimate(differences, rewards=rewards, differences=True)
 
 
-def _wilson(share: float, n: float, z: float) -> tuple[float, float]:
-    """Wilson's interval of ``share`` of ``n`` with continuity correction."""
+def _wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of ``share`` of ``n`` with continuity correction."""
+    z = NormalDist().inv_cdf(0.975)
 
     def lower(p: float) -> float:
-        if 2 * n * p <= 1:  # within the correction, where the formula's root is another
+        if 2 * n * p <= 1:  # within the correction the formula gives the other root
             return 0.0
         root = math.sqrt(z * z - 2 - 1 / n + 4 * p * (n * (1 - p) + 1))
         return max(0.0, (2 * n * p + z * z - 1 - z * root) / (2 * (n + z * z)))

@@ -13,7 +13,7 @@ _READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json"
 _READ_WHOLE += ("vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
 _BLOCK = 4096  # bytes of each sample of a tensor
 _MOST_HEADER = 100_000_000  # bytes, by the format's definition
-_PLACES = 256  # samples of a file of weights that is not safetensors
+_SAMPLES = 256  # of a file of weights that is not safetensors
 
 
 def model_digests(directory: Path) -> dict[str, str]:
@@ -41,13 +41,13 @@ def _sampled(file: IO[bytes], size: int, *, header: bool) -> Iterator[bytes]:
         yield (text := file.read(length))
         try:
             tensors = json.loads(text)
-            spans = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
-            ends = [(8 + length + int(start), 8 + length + int(end)) for start, end in spans]
+            offsets = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
+            spans = [(8 + length + int(start), 8 + length + int(end)) for start, end in offsets]
         except (ValueError, TypeError, KeyError, AttributeError):  # not safetensors: loading it will fail
-            ends = []
+            spans = []
     else:
-        ends = [(size * n // _PLACES, size * (n + 1) // _PLACES) for n in range(_PLACES)]
-    for start, end in sorted(ends):
-        for place in sorted({start, (start + end) // 2, max(start, end - _BLOCK)}):
-            file.seek(place)
-            yield file.read(min(_BLOCK, end - place))
+        spans = [(size * n // _SAMPLES, size * (n + 1) // _SAMPLES) for n in range(_SAMPLES)]
+    for start, end in sorted(spans):
+        for position in sorted({start, (start + end) // 2, max(start, end - _BLOCK)}):
+            file.seek(position)
+            yield file.read(min(_BLOCK, end - position))

@@ -10,7 +10,7 @@ from typing import Any
 
 from agl_slime.errors import SettingError
 
-# by annotation: exact types, which are the fast ones to look at, any that fit, and both in words
+# by annotation: exact types, whose test is fast; a type or types of which instances are accepted; the name in errors
 _KINDS: dict[str, tuple[tuple[type, ...], Any, str]] = {
     "int": ((int,), Integral, "an integer"),
     "float": ((float, int), Real, "a number"),

@@ -52,7 +52,7 @@ OPTIONAL_NAMES = {
 }
 # Names for agl_slime.train.slime.launch.
 _LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
-_PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
+_MODULES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
 
 
 def installed() -> bool:
@@ -77,24 +77,24 @@ def version() -> str:
 def checkout() -> Path | None:
     """The directory of slime's package, where a checkout has its scripts; ``None`` without slime."""
     spec = importlib.util.find_spec("slime")
-    places = spec and spec.submodule_search_locations
-    return Path(next(iter(places))).parent if places else None
+    locations = spec and spec.submodule_search_locations
+    return Path(next(iter(locations))).parent if locations else None
 
 
 def find(name: str) -> Any:
     """slime's ``name``. Raises ``UnknownVersionError`` when it is in none of its modules, and
     ``MissingDependencyError`` when a dependency of slime is not installed."""
-    if (place := place_of(name)) is None:
+    if (module := module_of(name)) is None:
         raise UnknownVersionError(
-            f"{version()} has no {name}: looked for it in {' and '.join(_PLACES[name])}; supported are "
+            f"{version()} has no {name}: looked for it in {' and '.join(_MODULES[name])}; supported are "
             f"{KNOWN}, and python -m agl_slime.train.slime.doctor lists other differences"
         )
-    return getattr(_module(place), name)
+    return getattr(_import(module), name)
 
 
-def place_of(name: str) -> str | None:
+def module_of(name: str) -> str | None:
     """The module from which ``find`` takes slime's ``name``; ``None`` when no module has it."""
-    return next((place for place in _PLACES[name] if getattr(_module(place), name, None) is not None), None)
+    return next((module for module in _MODULES[name] if getattr(_import(module), name, None) is not None), None)
 
 
 def find_optional(name: str) -> Any:
@@ -105,14 +105,14 @@ def find_optional(name: str) -> Any:
         return None
 
 
-def _module(place: str) -> Any:
+def _import(module: str) -> Any:
     """slime's module; ``None`` if that version lacks it."""
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and f"{place}.".startswith(f"{error.name}."):
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             return None
         needed = f"needs {error.name}, which is not installed: follow slime's guide"
-        raise MissingDependencyError(f"{place} of {version()} {needed}") from error
+        raise MissingDependencyError(f"{module} of {version()} {needed}") from error
     except ImportError as error:
-        raise MissingDependencyError(f"{place} of {version()} cannot be imported: {error}") from error
+        raise MissingDependencyError(f"{module} of {version()} cannot be imported: {error}") from error

@@ -101,7 +101,7 @@ class ThreadPool:
         """As ``run``, for synchronous code."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
         call: Callable[[], Any] = partial(fn, *args, **kwargs)
-        call = call if self._max_abandoned is None else partial(_contained, name, call)
+        call = call if self._max_abandoned is None else partial(_call_as_rollout_error, name, call)
         job = _Job(name, partial(contextvars.copy_context().run, call))
         with self._lock:
             if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
@@ -186,7 +186,8 @@ class ThreadPool:
             return job
 
 
-def _contained(name: str, call: Callable[[], T]) -> T:
+def _call_as_rollout_error(name: str, call: Callable[[], T]) -> T:
+    """The result of ``call``; raises a ``RolloutError`` for exceptions that would end more than a rollout."""
     try:
         return call_named(current_rollout.get(), call)
     except BaseException as error:
@@ -199,15 +200,15 @@ current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime
 """The id of the rollout that this context runs, shown in its stack."""
 
 _user_pools: WeakSet[ThreadPool] = WeakSet()
-_ours = ThreadPool(name="agl-slime-worker", max_running=64)
+_package_pool = ThreadPool(name="agl-slime-worker", max_running=64)
 # 64: enough for judges that wait on a network; further calls queue.
-_users = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
+_user_code_pool = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
 
 
-run_in_thread = _ours.run
+run_in_thread = _package_pool.run
 """Runs this package's blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
 
-run_user_code = _users.run
+run_user_code = _user_code_pool.run
 """Runs users' synchronous code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for its exceptions."""
 
 
@@ -295,11 +296,11 @@ async def _cancel_other_tasks() -> None:
         asyncio._unregister_task(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     if ignoring:
-        places = sorted({_place_of(task) for task in ignoring})
+        places = sorted({_task_location(task) for task in ignoring})
         logger.warning("%d tasks ignored their cancellation and are abandoned: %s.", len(ignoring), ", ".join(places))
 
 
-def _place_of(task: asyncio.Task[Any]) -> str:
+def _task_location(task: asyncio.Task[Any]) -> str:
     """The place at which a task waits: in users' code, else in its innermost coroutine."""
     stack: list[Frame] = []
     waits: Any = task.get_coro()
@@ -315,4 +316,4 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    return _ours.submit(asyncio.run, work).result()
+    return _package_pool.submit(asyncio.run, work).result()

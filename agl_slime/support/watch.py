@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 # A thread that gets this signal writes its stack. Real-time signals from the end of their range are rarely used.
 STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
-_ROLLOUT = "rollout "  # functions with this name and an id call the code of that rollout
+_ROLLOUT = "rollout "  # begins the names of functions that call the code of a rollout; its id follows
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARY = str(Path(os.__file__).parent)
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 _DUMP_S = 1.0  # limit for writing a stack, which takes milliseconds
 _SAMPLE_S = 0.2  # for measuring the CPU time of threads
 _MOST_THREADS = 64
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
     function: str
 
 
-def named(function: F, rollout_id: str) -> F:
+def named_for(function: F, rollout_id: str) -> F:
     """A copy of ``function`` whose name has the rollout's id: names are all that another process sees of a stack."""
     assert isinstance(function, FunctionType)
     name = f"{_ROLLOUT}{rollout_id}"
@@ -54,7 +54,7 @@ def named(function: F, rollout_id: str) -> F:
 
 def call_named(rollout_id: str, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """The result of a call of a rollout's code, or of no rollout's."""
-    return (named(_call, rollout_id) if rollout_id else _call)(call, *args, **kwargs)
+    return (named_for(_call, rollout_id) if rollout_id else _call)(call, *args, **kwargs)
 
 
 def _call(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -118,12 +118,13 @@ def _print(text: str) -> None:
 def _watch(pid: int, reason_fd: int, name_after_s: float, advice: str) -> None:
     """Watch the process until it ends. Its heartbeats, each with the limit, and its stacks come by standard input."""
     silent_s, limit_s, printed = 0.0, math.inf, False
-    look_s: float | None = None  # until the first heartbeat, before which a signal for a stack would end the process
+    # None until the first heartbeat, before which the process has no handler: a signal for a stack would end it
+    wait_s: float | None = None
     while os.getppid() == pid:
-        if beats := re.findall(r"^beat (\S+)$", _read(look_s), re.MULTILINE):
-            silent_s, limit_s, printed, look_s = 0.0, float(beats[-1]), False, _LOOK_S
+        if beats := re.findall(r"^beat (\S+)$", _read(wait_s), re.MULTILINE):
+            silent_s, limit_s, printed, wait_s = 0.0, float(beats[-1]), False, _CHECK_S
         elif not _is_stopped(pid):  # not by the clock: this process may have been stopped together with it
-            silent_s += _LOOK_S
+            silent_s += _CHECK_S
         if silent_s >= limit_s:
             holder, rollout = _holder(pid)
             kill(pid, reason_fd, f"after {limit_s:g} s: {holder}", rollout, advice)

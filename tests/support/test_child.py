@@ -84,7 +84,7 @@ class Scripted:
         self.supervisor = Supervisor(
             launch=self._launch,
             follow=self._follow,
-            lost=lambda reason: self.lost.put((reason, self.supervisor.places)),
+            on_lost=lambda reason: self.lost.put((reason, self.supervisor.supervised)),
             kill=self.kill,
             restarts=restarts,
             **options,
@@ -103,8 +103,8 @@ class Scripted:
         self.killed += 1
         self.ends.put("killed")
 
-    def expect_lost(self, reason: str, places: int) -> None:
-        assert self.lost.get(timeout=10) == (reason, places)
+    def expect_lost(self, reason: str, supervised: int) -> None:
+        assert self.lost.get(timeout=10) == (reason, supervised)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def scripted(restarts: int, count: int = 1, **options: Any) -> Iterator[Scripted
     children.supervisor.start(count)
     yield children
     children.supervisor.stop()
-    for child in children.supervisor.left_after(0.0):
+    for child in children.supervisor.unended_after(0.0):
         children.kill(child)
     children.supervisor.join(10)
     assert not children.supervisor.running
@@ -123,9 +123,9 @@ def test_restarts_are_shared_and_the_last_child_is_reported() -> None:
     with scripted(1, count=2) as children:
         children.ends.put("a")
         assert becomes_true(lambda: children.launched == 3, 10)
-        for reason, places in (("b", 1), ("c", 0)):
+        for reason, supervised in (("b", 1), ("c", 0)):
             children.ends.put(reason)
-            children.expect_lost(reason, places)
+            children.expect_lost(reason, supervised)
         assert (children.launched, children.supervisor.restarts) == (3, 1)
         assert children.reasons == ["a", "b", "c"]
     assert children.lost.empty()
@@ -189,7 +189,7 @@ SCRIPT = """
 import asyncio, ctypes, re, signal, sys, threading
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.lag import LagMonitor
-from agl_slime.support.watch import named
+from agl_slime.support.watch import named_for
 getattr(ctypes.CDLL(None), "prctl", print)(1, signal.SIGKILL)  # Linux: it ends with the test's process
 def score():
     re.match(r"(a+)+$", "a" * 40 + "b")
@@ -205,7 +205,7 @@ async def main():
         monitor.extend_limit({limit_s})
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    threading.Thread(target=named(lambda: {work}(), "ro-7"), daemon=True).start()
+    threading.Thread(target=named_for(lambda: {work}(), "ro-7"), daemon=True).start()
     await asyncio.Event().wait()
 
 asyncio.run(main())

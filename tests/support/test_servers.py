@@ -26,7 +26,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FEED_PATH
 from agl_slime.store.server import BATCH_PATH, StoreService
 from agl_slime.support.agl import LLM
-from agl_slime.support.http import ask, decompressed, encoding_refusal, listening
+from agl_slime.support.http import decompressed, encoding_refusal, listening, request_json
 from agl_slime.support.net import has_token, is_loopback, require_token, shown_url
 from agl_slime.tools.record.recorder import RecordGateway
 from tests.harness.report_runs import write_run
@@ -335,7 +335,7 @@ async def test_an_error_does_not_show_the_key_of_its_request() -> None:
         aiohttp.ClientSession(headers=key) as session,
     ):
         with pytest.raises(aiohttp.ClientResponseError) as raised:
-            await ask(session, f"{url}/x?key=SECRET")
+            await request_json(session, f"{url}/x?key=SECRET")
     assert "SECRET" not in repr(raised.value) + str(raised.value)
     text = "What is this? See http://a/b c?d, and https://h/k/SECRET/v1?SECRET#SECRET or http://u:SECRET@h."
     assert shown_url(text) == "What is this? See http://a/b c?d, and https://h/k/***/v1?*** or http://***@h."

@@ -14,7 +14,7 @@ import tyro
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.rollouts import kept_rollouts, read_tokens
-from agl_slime.support.files import output_of, whole_directory, whole_file
+from agl_slime.support.files import unwritable_as_error, whole_directory, whole_file
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.audit.figures import recompute_digest
@@ -69,7 +69,7 @@ def export_run(
         raise ConfigError(f"{run_dir}: of {len(rollouts)} kept rollouts none makes a row of {to}; {fix}")
     suffix = {"parquet": ".parquet", "hf-dataset": ""}.get(to, ".jsonl")
     target = output or run_dir / f"export-{to}{suffix}"
-    with output_of("--output", target):
+    with unwritable_as_error("--output", target):
         if to in ("parquet", "hf-dataset"):
             _write_table(target, rows, to)
         else:

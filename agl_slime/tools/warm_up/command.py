@@ -15,7 +15,7 @@ import tyro
 from agl_slime.cli.models import find_model
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import read_tasks
-from agl_slime.support.files import output_of
+from agl_slime.support.files import unwritable_as_error
 from agl_slime.support.terminal import print_line
 from agl_slime.train.local.settings import LocalTrainerSettings
 
@@ -89,7 +89,7 @@ def warm_up(
     before = probe(trainer, tests)
     imitate(trainer, lessons, epochs=epochs, batch_size=batch_size, seed=seed, say=say)
     after = probe(trainer, tests)
-    with output_of("--output-dir", output_dir):
+    with unwritable_as_error("--output-dir", output_dir):
         trainer.save_weights(output_dir)
     if tests:
         say(f"held out: loss {before[0]:.3f} -> {after[0]:.3f}, right answers {before[1]:.0%} -> {after[1]:.0%}")

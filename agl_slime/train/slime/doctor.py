@@ -43,7 +43,7 @@ def inspect_slime() -> Iterator[tuple[bool, str, str]]:
     for names, needed in ((slime.HOOK_NAMES, True), (slime.TRAINER_NAMES, True), (slime.OPTIONAL_NAMES, False)):
         for name, places in names.items():
             missing = f"UNKNOWN: in none of {', '.join(places)}" if needed else "not in this version"
-            yield needed, name, _text_of(lambda name=name, missing=missing: slime.place_of(name) or missing)
+            yield needed, name, _text_of(lambda name=name, missing=missing: slime.module_of(name) or missing)
     for name, describe in (
         ("--trainer slime", _driver),
         ("rewards", _rewards),
@@ -69,7 +69,7 @@ def _text_of(describe: Callable[[], str]) -> str:
 
 
 def _has(name: str) -> bool:
-    return slime.place_of(name) is not None
+    return slime.module_of(name) is not None
 
 
 def _driver() -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
-from agl_slime.support.slime import INSTALL_SLIME, find, installed, place_of
+from agl_slime.support.slime import INSTALL_SLIME, find, installed, module_of
 from agl_slime.support.terminal import print_line
 
 FLAGS = {
@@ -48,7 +48,7 @@ def extend_parser() -> None:
         add = provider(add_custom_arguments)
         return lambda parser: add_arguments(add(parser))
 
-    setattr(import_module(place_of(_PROVIDER) or ""), _PROVIDER, with_flags)
+    setattr(import_module(module_of(_PROVIDER) or ""), _PROVIDER, with_flags)
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
