@@ -47,9 +47,9 @@ async def ask_buffer(
     """The JSON answer to one request to the buffer at ``url``: a POST, or a GET without ``body``. Raises as
     ``agl_slime.support.http.request_json`` does."""
     headers = {"Authorization": f"Bearer {token}"} if token else None
-    sent = None if body is None else json.dumps(body).encode()
+    payload = None if body is None else json.dumps(body).encode()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
-        return await request_json(session, url.rstrip("/") + path, sent)
+        return await request_json(session, url.rstrip("/") + path, payload)
 
 
 class BufferWriter:

@@ -23,8 +23,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
-def _as_float(value: Any) -> Any:
-    """``value``, unless it is an integer that no float can hold."""
+def _refuse_huge(value: Any) -> Any:
+    """``value``; raises for an integer that no float can hold."""
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise PydanticCustomError("beyond_floats", "a reward must be at most 1e18 in size")
     return value
@@ -47,7 +47,7 @@ class ItemFields(BaseModel):
     instance_id: Id
     group_id: Id | None = None
     messages: list[dict[str, Any]]
-    reward: Annotated[Any, BeforeValidator(_as_float)] = None
+    reward: Annotated[Any, BeforeValidator(_refuse_huge)] = None
     extra_info: dict[str, Any] | None = None
     task_type: str | None = None
 

@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS finished (
     no INTEGER PRIMARY KEY AUTOINCREMENT, task TEXT NOT NULL, instance_id TEXT NOT NULL, group_no INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS finished_groups ON finished (group_no);
-CREATE TABLE IF NOT EXISTS identity (one INTEGER PRIMARY KEY, name TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS identity (no INTEGER PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS runs (
     no INTEGER PRIMARY KEY AUTOINCREMENT, task TEXT NOT NULL, payload TEXT NOT NULL, finished_before INTEGER NOT NULL,
     state TEXT NOT NULL, error TEXT NOT NULL DEFAULT '', started REAL NOT NULL, ended REAL
@@ -79,7 +79,7 @@ class StoredGroup:
         return orjson.loads(self.instance_json)
 
     @property
-    def place(self) -> dict[str, Any]:
+    def as_partial_group(self) -> dict[str, Any]:
         """The group as an entry of a generator's ``partial_groups``; ``group_id`` may be ``None``."""
         key = orjson.loads(self.key)
         group_id = key[1] if isinstance(key, list) else None
@@ -189,22 +189,22 @@ class Records:
         count: each as often as it was finished, minus the ones given at its last start, and acknowledged or refused
         since."""
         trained: list[StoredGroup] = []
-        lost: list[StoredGroup] = []
+        untrained: list[StoredGroup] = []
         with self._database.transaction() as connection:
             names = None if trained_groups is None else set(trained_groups)
             counts = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
             for group in self._select("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
                 is_trained = counts[group.instance_json] > 0 if names is None else self._name(group) in names
                 counts[group.instance_json] -= is_trained
-                (trained if is_trained else lost).append(group)
+                (trained if is_trained else untrained).append(group)
             self._end(trained)
-            for group in lost:
+            for group in untrained:
                 self.ledger.reopen_many(self._rollouts_of(group))
                 connection.execute("UPDATE groups SET delivery_no = NULL, due = 1 WHERE no = ?", (group.no,))
                 connection.execute("DELETE FROM finished WHERE group_no = ?", (group.no,))
             connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
         self._recount_items()
-        return len(lost)
+        return len(untrained)
 
     def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
         connection = self._database.connection

@@ -168,17 +168,17 @@ class GeneratorRun:
 
 def _main() -> None:
     """The generator's process; its arguments are the file and the descriptor of its payload."""
-    buffer = os.fdopen(os.dup(0), "rb")
+    from_buffer = os.fdopen(os.dup(0), "rb")
     with os.fdopen(int(sys.argv[2]), "rb") as file:
         payload = json_value(file.read())
-    threading.Thread(target=_end_with, args=(buffer,), daemon=True).start()
+    threading.Thread(target=_end_with_buffer, args=(from_buffer,), daemon=True).start()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # a generator that reads its standard input must not consume the pipe
     import_file(sys.argv[1]).run_rollout(payload)
 
 
-def _end_with(buffer: Any) -> None:
-    buffer.read()  # returns when the buffer's process closes the pipe: nothing is ever written
+def _end_with_buffer(pipe: Any) -> None:
+    pipe.read()  # returns when the buffer's process closes the pipe: nothing is ever written
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -197,7 +197,7 @@ class RolloutBuffer:
         """The payload for a start at this moment, which skips whole groups in the buffer and names incomplete ones."""
         groups = self.store.undecided(task.name)
         whole = [group.instance_id for group in groups if group.count >= task.group_size]
-        incomplete = [group.place for group in groups if group.count < task.group_size]
+        incomplete = [group.as_partial_group for group in groups if group.count < task.group_size]
         return {
             **payload,
             "remote_buffer_url": f"{self._url}/runs/{key}",  # implies the task type, and replaces the token

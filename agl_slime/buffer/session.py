@@ -92,7 +92,7 @@ class AgentRolloutSession:
     started: bool = False
     fetched: list[Group] = field(default_factory=list)
     maker: SampleMaker | None = None
-    _loose: list[Item] = field(default_factory=list)
+    _ungrouped: list[Item] = field(default_factory=list)
 
     async def start(self, payload: Payload) -> None:
         await start_generator(self.settings.buffer_url, payload(), token=self.settings.token)
@@ -103,13 +103,13 @@ class AgentRolloutSession:
         step, settings = Step(), self.settings
         maker = await self._get_maker()
         while (done := len(step.groups)) < settings.batch_size:
-            checked = done + len(step.unusable)
-            if checked == len(self.fetched):
+            position = done + len(step.unusable)
+            if position == len(self.fetched):
                 began = time.monotonic()
                 step.meta_infos.append(await self._fetch((settings.batch_size - done) * settings.group_size, payload))
                 step.waited_s += time.monotonic() - began
                 continue
-            group = self.fetched[checked]
+            group = self.fetched[position]
             try:
                 step.groups.append(await run_in_thread(maker.group, group))
                 step.used.append(group)
@@ -117,7 +117,7 @@ class AgentRolloutSession:
                 step.unusable.append(group)
                 logger.warning("A group of %s cannot be used: %s", group[0]["instance_id"], error)
                 if len(step.unusable) >= _MOST_UNUSABLE:
-                    self.fetched = [*step.used, *self.fetched[checked + 1 :]]
+                    self.fetched = [*step.used, *self.fetched[position + 1 :]]
                     message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
                     raise DataSourceError(message) from error
         del self.fetched[: done + len(step.unusable)]
@@ -141,7 +141,7 @@ class AgentRolloutSession:
         tries = None if settings.retry_times < 0 else settings.retry_times + 1
         buffer = f"the rollout buffer at {shown_url(url)}"
         failures = Backoff(f"{buffer} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
-        pause, checked = _SHORTEST_PAUSE_S, time.monotonic()
+        pause, last_check = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
                 items, meta_info = await get_rollout_data(url, most_items, **options)
@@ -154,18 +154,18 @@ class AgentRolloutSession:
             self._add_items(items)
             if items:
                 return meta_info
-            if time.monotonic() - checked > CHECK_RUN_S:
+            if time.monotonic() - last_check > CHECK_RUN_S:
                 await self._check_run(payload)
-                checked = time.monotonic()
+                last_check = time.monotonic()
             await asyncio.sleep(pause * random.uniform(0.8, 1.0))
             pause = min(_LONGEST_PAUSE_S, 1.5 * pause)
 
     def _add_items(self, items: Sequence[Item]) -> None:
         """Split items into groups, whose items are consecutive; an incomplete rest waits for more items."""
         size = self.settings.group_size
-        self._loose.extend(items)
-        while len(self._loose) >= size:
-            group, self._loose = self._loose[:size], self._loose[size:]
+        self._ungrouped.extend(items)
+        while len(self._ungrouped) >= size:
+            group, self._ungrouped = self._ungrouped[:size], self._ungrouped[size:]
             instances = {json.dumps(item["instance_id"]) for item in group}
             if len(instances) > 1:
                 names = ", ".join(sorted(instances))

@@ -96,7 +96,7 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     if any(name in values or flag(name) in overridden for name in SLIMES_SETTINGS):
         values.setdefault("trainer", "slime")
     try:
-        parsed = _parse("train.py", ours, default=_default_flags(values))
+        parsed = _parse(ours, default=_default_flags(values))
         settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
         return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
     except SettingError as error:
@@ -126,26 +126,26 @@ def _extract_path(arguments: Sequence[str], *names: str) -> tuple[Path | None, l
     return options.path, rest
 
 
-def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
+def _parse(arguments: Sequence[str], **options: Any) -> Any:
     description = "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after "
     description += "every iteration."
     names = [*PATHS, *(f"local.{each.name}" for each in fields(LocalTrainerSettings))]
-    return parse_flags(_Flags, prog=program, description=description, arguments=arguments, names=names, **options)
+    return parse_flags(_Flags, prog="train.py", description=description, arguments=arguments, names=names, **options)
 
 
 def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
     """The settings in a file, without the ones that only the run that wrote it has. Raises ``ConfigError``."""
     try:
         text = read_whole(path).decode()
-        values = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
+        values = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("local", {}), dict):
         raise ConfigError(f"--config {path}: must be a JSON object of settings, and so must `local` in it")
-    values = _named(path, {**values}, [*PATHS, "local"])
-    local = _named(path, values.pop("local", {}), [each.name for each in fields(LocalTrainerSettings)], "local.")
+    values = _by_setting(path, {**values}, [*PATHS, "local"])
+    local = _by_setting(path, values.pop("local", {}), [each.name for each in fields(LocalTrainerSettings)], "local.")
     for name in _THIS_RUN_ONLY:
         if path.suffix == ".json":
             values.pop(name, None)
@@ -176,7 +176,7 @@ def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
         raise ConfigError(f"--config {path}: {name} must be {expected}, got {shown_url(repr(value)):.80}") from error
 
 
-def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
+def _by_setting(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
     """The values of a file by the names of settings, without a ``None``; raises ``ConfigError`` for
     another name, and for one that is there twice."""
     named, spelled = dict[str, Any](), dict[str, str]()
@@ -192,7 +192,7 @@ def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: 
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """The object of a JSON file, which must not name a key twice."""
     values = dict(pairs)
     if twice := next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None):

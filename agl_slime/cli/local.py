@@ -123,7 +123,7 @@ async def run_training(
         if config.loop.deterministic and (config.sglang_url or config.engine == "sglang"):
             effect = "equal runs need an SGLang with --enable-deterministic-inference on a GPU"
             warnings["deterministic"] = f"--deterministic: {effect}"
-        if sizes := about_model(config, trainer.model, lr=trainer.lr):
+        if sizes := size_dependent_settings(config, trainer.model, lr=trainer.lr):
             print_line(sizes, to=console)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -193,7 +193,7 @@ def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[st
     return {"learning_rate": f"{text}, for which the default is {default_lr(n, lora=False):g}; leave the flag out"}
 
 
-def about_model(config: TrainConfig, model: Any, *, lr: float) -> str:
+def size_dependent_settings(config: TrainConfig, model: Any, *, lr: float) -> str:
     """The settings that depend on a model's size, in a sentence; empty for a model as small as the tiny policy."""
     n, limit = _parameters(model), config.sampling.max_new_tokens
     if n < LARGE_MODEL:

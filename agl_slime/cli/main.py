@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
-from agl_slime.support.flags import parse_flags
+from agl_slime.support.flags import parse_flags, split_at_dashes
 from agl_slime.support.net import bypass_proxies, without_secrets
 from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly, step
 
@@ -161,11 +161,11 @@ def _open_closed_streams() -> bool:
 
 def _train(arguments: list[str]) -> None:
     began = time.monotonic() - time.process_time()  # of this process, which has done nothing but imports
-    separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
 
     from agl_slime.cli.config_file import parse_train_config  # refuses an unknown version of slime
 
-    config, slime_flags = parse_train_config(arguments[:separator]), arguments[separator + 1 :]
+    ours, slime_flags = split_at_dashes(arguments)
+    config = parse_train_config(ours)
     console = PlainConsole()
     if config.trainer == "slime":
         print_line("The trainer is slime: --trainer slime or one of slime's flags chose it.", to=sys.stderr)
@@ -185,14 +185,14 @@ def _train(arguments: list[str]) -> None:
 
 logger = logging.getLogger(__name__)
 
-_stopped: list[int] = []
+_early_signals: list[int] = []
 """Signals received before the event loop had its handlers."""
-_closed: list[bool] = []
-"""Not empty when the reader of standard output has ended."""
+_output_closed = threading.Event()
+"""Set when the reader of standard output has ended."""
 
 
 def _stop(number: int, _: Any) -> NoReturn:
-    _stopped.append(number)
+    _early_signals.append(number)
     raise KeyboardInterrupt
 
 
@@ -211,13 +211,14 @@ def _run_command(command: Callable[[], object]) -> int:
     try:
         command()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print_line(f"{'Output closed' if _closed else 'Interrupted'}; written files are kept.", to=errors)
-        return _PIPE_CLOSED if _closed else 130
+        closed = _output_closed.is_set()
+        print_line(f"{'Output closed' if closed else 'Interrupted'}; written files are kept.", to=errors)
+        return _PIPE_CLOSED if closed else 130
     except BrokenPipeError:
         raise
     except Exception as error:
         # an import that the signal interrupted may have raised another error
-        return 130 if _stopped else exit_code_for(error, errors, debug=debug)
+        return 130 if _early_signals else exit_code_for(error, errors, debug=debug)
     return 0
 
 
@@ -254,7 +255,7 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
     """Run to the end, or until SIGINT, SIGTERM or SIGHUP cancels it, or the end of the reader of standard output; a
     second signal ends the process at once."""
 
-    async def run() -> None:
+    async def run_task() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
         interrupted = threading.Event()
 
@@ -267,20 +268,20 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
         for number in _stop_signals():
             loop.add_signal_handler(number, interrupt)
 
-        def closed() -> None:
+        def on_output_closed() -> None:
             loop.remove_reader(1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the run's last lines have no reader
-            _closed.append(True)
+            _output_closed.set()
             task.cancel()
 
         with suppress(OSError):  # started without descriptor 1, in a program
             if stat.S_ISFIFO(os.fstat(1).st_mode):
-                loop.add_reader(1, closed)  # of a pipe's end for writing, an error alone is reported
-        if _stopped:  # by a signal whose exception was lost in a callback of the import system
+                loop.add_reader(1, on_output_closed)  # a pipe's end for writing is readable after an error alone
+        if _early_signals:  # whose exception may have been lost in a callback of the import system
             interrupt()
         await task
 
-    asyncio.run(run())
+    asyncio.run(run_task())
 
 
 def _configure_logging(console: Console, *, debug: bool) -> None:

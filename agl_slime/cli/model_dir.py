@@ -44,7 +44,7 @@ class RunModels:
         about = read_object(run.best_model / _ABOUT) or {}
         best = about.get("validation")
         self._best = float(best) if best is not None else None
-        self._share = float(about.get("failed_share") or 0.0)  # of the best validation's rollouts
+        self._failed_share = float(about.get("failed_share") or 0.0)  # of the best validation's rollouts
         self._candidate: tuple[int, str, float] | None = None  # iteration, weight version, mean reward
 
     def handle(self, event: Event) -> None:
@@ -58,10 +58,10 @@ class RunModels:
             text = "Iteration %d: its validation (%s) is not compared for %s: too many of its rollouts failed."
             logger.warning(text, event.iteration, result.format(3), self._run.best_model.name)
         elif self._best is None or result.mean > self._best:
-            if self._best is not None and share != self._share:
+            if self._best is not None and share != self._failed_share:
                 text = "Iteration %d has the best validation (%s), with another share of failed rollouts than before."
                 logger.warning(text, event.iteration, result.format(3))
-            self._best, self._share = result.mean, share
+            self._best, self._failed_share = result.mean, share
             self._candidate = (event.iteration, str(event.metrics[m.WEIGHTS_VERSION]), result.mean)
 
     def save_newest(self, checkpoint: Path, *, iteration: int) -> None:
@@ -73,7 +73,7 @@ class RunModels:
         weights but one are pushed, which removes them."""
         if self._candidate is not None and self._weights is not None:
             iteration, weights, value = self._candidate
-            about = {"validation": value, "failed_share": self._share}
+            about = {"validation": value, "failed_share": self._failed_share}
             self._save(self._run.best_model, self._weights / version_name(weights), iteration, **about)
             self._candidate = None
 

@@ -98,8 +98,8 @@ class Setting(NamedTuple):
 
 
 def find_setting(root: type, path: str) -> Setting:
-    rooms, _, name = path.rpartition(".")
-    owner = type(default_of(root, rooms)) if rooms else root
+    section, _, name = path.rpartition(".")
+    owner = type(default_of(root, section)) if section else root
     return Setting(_types(owner)[name], default_of(root, path), _docstrings(owner)[name])
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# Settings of a room that a run has from other settings.
+# Fields of nested settings that a run takes from other settings.
 _SET_BY = {
     "environment.eval_split": "eval_tasks",
     "environment.trained": "trained_models",
@@ -63,8 +63,8 @@ _SET_BY = {
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every
-    iteration. A field is a setting of the run, or the settings of a room, which gets them whole; ``train_config`` makes
-    one from names as on the command line."""
+    iteration. A field is a setting of the run, or the nested settings of one of its parts; ``train_config`` makes a
+    configuration from names as on the command line."""
 
     agent: str = DEFAULT_AGENT
     """The agent, as module:Class or path/to/file.py:Class; path/to/file.py where it has one."""
@@ -330,10 +330,10 @@ def train_config(**values: Any) -> TrainConfig:
     tree: dict[str, Any] = {}
     for name, value in values.items():
         path = PATHS.get(name, name)
-        *rooms, last = path.split(".")
+        *sections, last = path.split(".")
         node = tree
-        for room in rooms:
-            node = node.setdefault(room, {})
+        for section in sections:
+            node = node.setdefault(section, {})
         node[last] = value
     for name, value in tree.items():
         if isinstance(value, dict):

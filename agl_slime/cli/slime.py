@@ -31,7 +31,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.loop.tasks import Tasks, ordered_tasks
+from agl_slime.loop.tasks import ordered_tasks
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
@@ -126,8 +126,9 @@ async def run_slime_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
         unread = await check_tools(inputs, Path(model_path), tokenizer, seed=config.loop.seed)
-        if not config.loop.learnable:
-            inputs = replace(inputs, tasks=_ordered(inputs.tasks, data))
+        # in the data's order unless --rollout-shuffle is given; tasks of other sources are shuffled
+        if data is not None and not data.shuffle and not config.loop.learnable and isinstance(inputs.tasks, list):
+            inputs = replace(inputs, tasks=ordered_tasks(inputs.tasks))
         # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
@@ -190,11 +191,6 @@ def _rows(data: PromptData | None, model_path: Path) -> list[Any] | None:
     if data is None:
         return None
     return data.read(load_tokenizer(model_path) if data.max_prompt_len is not None else None)
-
-
-def _ordered(tasks: Tasks, data: PromptData | None) -> Tasks:
-    """``tasks``, in the data's order unless slime's ``--rollout-shuffle`` is given; tasks of our own are shuffled."""
-    return ordered_tasks(tasks) if data is not None and not data.shuffle and isinstance(tasks, list) else tasks
 
 
 def loop_flags(
@@ -260,11 +256,10 @@ class SlimeSteps:
         trainer: SlimeTrainer,
         source: GroupSource,
         batch_size: int,
-        observer: Observer | None = None,
         plan: Callable[[int, Sequence[str]], None] | None = None,
     ) -> None:
-        self._trainer, self._source, self._batch_size, self.observer = trainer, source, batch_size, observer
-        self._plan = plan
+        self._trainer, self._source, self._batch_size, self._plan = trainer, source, batch_size, plan
+        self.observer: Observer | None = None
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None

@@ -134,43 +134,44 @@ async def find_start(
 ) -> Start:
     """Find the model and check the tasks of ``run``; writes nothing. Raises ``ConfigError`` when a resumed run began
     with other tasks or another model."""
-    recorded_start = read_start(config)
-    began, digests = recorded_start.get("model"), dict[str, str]()
-    sources: dict[str, Any] = {"env": config.title} if inputs.environment is not None else {}
-    sources = sources or {name: getattr(config, name) for name in ("tasks", "eval_tasks")}
+    recorded_start, environment = read_start(config), inputs.environment
+    recorded_model, digests = recorded_start.get("model"), dict[str, str]()
+    sources: dict[str, Any] = {"env": config.title}
+    if environment is None:
+        sources = {name: getattr(config, name) for name in ("tasks", "eval_tasks")}
     for name, source in sources.items():
         if source is not None:
-            environment = inputs.environment
             digests[name] = environment.digest if environment else await run_in_thread(digest, source)
             if (recorded_start.get("task_files") or digests).get(name) != digests[name]:
                 fix = "resume it with the original ones, or begin a new run"
                 why = f"not the tasks that the run in {run.path} began with"
                 raise ConfigError(f"{flag(name)} {source}: {why}; {fix}")
-    if inputs.environment is not None:
-        print_line(inputs.environment.summary, to=console)
-    if config.model_path is not None and (began is None or "model_path" in run.changed):
+    if environment is not None:
+        print_line(environment.summary, to=console)
+    if config.model_path is not None and (recorded_model is None or "model_path" in run.changed):
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
-        if began not in (None, str(model)):
-            raise ConfigError(f"the run in {run.path} began with the model at {began}: leave --model-path out")
-    elif began is not None:
-        model = Path(str(began))
+        if recorded_model not in (None, str(model)):
+            raise ConfigError(f"the run in {run.path} began with the model at {recorded_model}: leave --model-path out")
+    elif recorded_model is not None:
+        model = Path(str(recorded_model))
         if not (model / "config.json").is_file():
-            raise ConfigError(f"the run in {run.path} began with the model at {began}, which no longer exists")
+            raise ConfigError(f"the run in {run.path} began with the model at {recorded_model}, which no longer exists")
     else:
-        model = unnamed_model(config, inputs.agent, described)
+        model = default_model(config, inputs.agent, described)
     model_files = await run_in_thread(model_digests, model)
-    recorded = recorded_start.get("model_files") or model_files
-    if changed := sorted(name for name in {*recorded, *model_files} if recorded.get(name) != model_files.get(name)):
+    begun_files = recorded_start.get("model_files") or model_files
+    names = sorted({*begun_files, *model_files})
+    if changed := [name for name in names if begun_files.get(name) != model_files.get(name)]:
         why = f"{', '.join(changed)}: not as in the model that the run in {run.path} began with"
         raise ConfigError(f"{model}: {why}; resume it with the original model, or begin a new run")
-    if inputs.held_out and not config.resume and inputs.environment is None:
+    if inputs.held_out and not config.resume and environment is None:
         rest = "give --eval-tasks to train on all"
         print_line(f"{inputs.held_out} of the tasks are held out for validations; {rest}", to=console)
     record = {"model": str(model), "held_out": inputs.held_out, "task_files": digests, "model_files": model_files}
     return Start(model, record)
 
 
-def unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
+def default_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
     """The model of a run without ``--model-path``: the server's, or the tiny policy for its own task."""
     if described is not None:
         server = f"the server at {described.base_url} serves {described.model_path!r}"

@@ -69,7 +69,6 @@ class WeightPublisher:
 def weights_directory(config: TrainConfig, model_path: Path, run: RunDir) -> Iterator[Path]:
     """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
     at a URL may have another /dev/shm, in a container), else the run's directory."""
-
     size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
     fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
     if config.sglang_url is None and config.eval_sglang_url is None and fits:

@@ -175,12 +175,14 @@ def load_environment(
     Validations use the taskset's validation split, or without one ``held_out`` tasks (by default a tenth) chosen by
     ``seed``. Other ``settings`` are fields of ``EnvironmentSettings``, which may be given in place of ``name``. Raises
     ``ConfigError`` with verifiers' error."""
-    if not isinstance(name, EnvironmentSettings):
-        name = EnvironmentSettings(name=name, python=None if python is None else Path(python), **settings)
-    chosen = name.complete()
-    name, served = str(chosen.name), chosen.served_models
+    if isinstance(name, EnvironmentSettings):
+        chosen = name.complete()
+    else:
+        python = None if python is None else Path(python)
+        chosen = EnvironmentSettings(name=name, python=python, **settings).complete()
+    env_name, served = str(chosen.name), chosen.served_models
     spec: dict[str, Any] = {
-        "name": name,
+        "name": env_name,
         "arguments": list(chosen.arguments),
         "eval_split": chosen.eval_split,
         "most_tasks": chosen.most_tasks,
@@ -195,7 +197,7 @@ def load_environment(
     for flag, names in (("trained", chosen.trained), ("untrained", chosen.untrained), ("env-model", served)):
         if unknown := set(names) - agents.keys():
             listed = ", ".join(agents)
-            raise ConfigError(f"--{flag} {', '.join(sorted(unknown))}: the agents of {name} are {listed}")
+            raise ConfigError(f"--{flag} {', '.join(sorted(unknown))}: the agents of {env_name} are {listed}")
     trained = [
         role
         for role, trainable in agents.items()
@@ -203,16 +205,17 @@ def load_environment(
     ]
     untrained = [role for role in agents if role not in trained and role not in served]
     if not trained:
-        raise ConfigError(f"--env {name}: none of its agents ({', '.join(agents)}) is trained")
-    tasks, val_tasks, out, split_text = _split(
-        description["tasks"], seed=seed, held_out=held_out, validate=validate, name=name
+        raise ConfigError(f"--env {env_name}: none of its agents ({', '.join(agents)}) is trained")
+    tasks, val_tasks, n_held_out, split_text = _split(
+        description["tasks"], seed=seed, held_out=held_out, validate=validate, name=env_name
     )
-    lines = [f"{name} ({description['env_id']}, verifiers {description['verifiers']}): {len(tasks)} tasks{split_text}"]
+    about = f"{env_name} ({description['env_id']}, verifiers {description['verifiers']})"
+    lines = [f"{about}: {len(tasks)} tasks{split_text}"]
     if description["endless"] and not chosen.most_tasks:
         lines.append(f"its taskset is endless, the first {_MOST_OF_ENDLESS} tasks are taken (--env-tasks N)")
-    room = description["room"]
-    if room is not None and room < chosen.max_concurrent * chosen.workers:
-        lines.append(f"{room} episodes at a time: memory and processes here suffice for as many sandboxes")
+    most_episodes = description["most_episodes"]
+    if most_episodes is not None and most_episodes < chosen.max_concurrent * chosen.workers:
+        lines.append(f"at most {most_episodes} episodes at a time: memory and processes suffice for no more sandboxes")
     elsewhere = [f"{role} at {shown_url(url)}" for role, (_, url) in served.items()]
     if untrained or elsewhere or len(trained) > 1:
         roles = [f"trained: {', '.join(trained)}"]
@@ -224,7 +227,7 @@ def load_environment(
         env_id=description["env_id"],
         tasks=tasks,
         val_tasks=val_tasks,
-        held_out=out,
+        held_out=n_held_out,
         trained=trained,
         untrained=untrained,
         summary="; ".join(lines),
@@ -241,14 +244,15 @@ def _split(
         raise ConfigError(f"--env {name}: it has no tasks")
     if "eval" in splits:  # also without validations: the split stays unseen for a later evaluation
         val_tasks = list(splits["eval"])
-        out = {task["digest"] for task in val_tasks}
-        training = [task for task in tasks if task["digest"] not in out]
+        unseen = {task["digest"] for task in val_tasks}
+        training = [task for task in tasks if task["digest"] not in unseen]
         if not training or (validate and not val_tasks):
             raise ConfigError(f"--env {name}: its splits leave no task to train on, or none to validate with")
-        also = f", {len(tasks) - len(training)} left out that are in both" if len(training) < len(tasks) else ""
+        in_both = len(tasks) - len(training)
+        left_out = f", {in_both} left out that are in both" if in_both else ""
         if not validate:
-            return training, None, 0, also
-        return training, val_tasks, 0, f", and {len(val_tasks)} of its validation split{also}"
+            return training, None, 0, left_out
+        return training, val_tasks, 0, f", and {len(val_tasks)} of its validation split{left_out}"
     if not validate:
         return tasks, None, 0, ""
     digests = sorted({task["digest"] for task in tasks})
@@ -257,9 +261,9 @@ def _split(
         problem = f"{n_held_out} of {len(digests)} tasks cannot be held out for validations"
         raise ConfigError(f"--env {name}: {problem}; give more tasks, or --eval-interval 0")
     key = f"{seed}:held out:"
-    out = set(sorted(digests, key=lambda digest: hashlib.sha256(f"{key}{digest}".encode()).digest())[:n_held_out])
-    val_tasks = [task for task in tasks if task["digest"] in out]
-    training = [task for task in tasks if task["digest"] not in out]
+    chosen = set(sorted(digests, key=lambda digest: hashlib.sha256(f"{key}{digest}".encode()).digest())[:n_held_out])
+    val_tasks = [task for task in tasks if task["digest"] in chosen]
+    training = [task for task in tasks if task["digest"] not in chosen]
     return training, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
 
 

@@ -71,8 +71,8 @@ class Player:
         self.url, self.key = url, key
         self._spec = spec
         self._boxes = parse_boxes(spec["arguments"])[1]
-        room = max_episodes(self._boxes)
-        self.max_episodes = None if room is None else max(1, room // spec.get("workers", 1))
+        on_machine = max_episodes(self._boxes)
+        self.max_episodes = None if on_machine is None else max(1, on_machine // spec.get("workers", 1))
         """Most concurrent episodes whose programs have boxes; ``workers`` processes share this machine."""
         self.trained: list[str] = spec["trained"]
         for name, here in _RENAMED.items():

@@ -118,7 +118,7 @@ class Queue:
         return True
 
     async def _call(self, method: str, url: str, body: Any = None) -> Any:
-        async def once() -> Any:
+        async def request() -> Any:
             answer = await self._player.api.request(
                 method, url, json=body, headers={"Authorization": f"Bearer {self._player.key}"}, timeout=_CALL_TIMEOUT_S
             )
@@ -126,4 +126,4 @@ class Queue:
             return answer.json()
 
         backoff = Backoff(f"the run at {shown_url(self._player.url)} did not answer", patience_s=_PATIENCE_S)
-        return await backoff.run(once, lambda error: isinstance(error, httpx.TransportError))
+        return await backoff.run(request, lambda error: isinstance(error, httpx.TransportError))

@@ -111,7 +111,7 @@ async def describe(env: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
         "verifiers": version("verifiers"),
         "env_id": env.config.env_id,
         "endless": not bounded,
-        "room": max_episodes(parse_boxes(spec["arguments"])[1]),
+        "most_episodes": max_episodes(parse_boxes(spec["arguments"])[1]),
         "agents": {name: getattr(agents, name).trainable for name in agent_config_fields(env.config)},
         "tasks": {split: list(_listed(taskset, split, most)) for split, taskset in tasksets.items()},
     }

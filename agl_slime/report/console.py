@@ -47,8 +47,8 @@ class ProgressReporter:
         self._warned: set[str] = set()
         self._run = RunStarted()
         self._phase: PhaseStarted | None = None
-        self._done = self._tokens = 0  # of the phase
-        self._trained = 0.0  # share of the phase
+        self._rollouts = self._tokens = 0  # of the phase
+        self._trained_share = 0.0  # of the phase
         self._seconds: deque[float] = deque(maxlen=5)  # of the last iterations
         self._rewards: deque[float] = deque(maxlen=1_000)  # of the last iterations
         self._best: float | None = None
@@ -76,7 +76,8 @@ class ProgressReporter:
             with self._lock:
                 if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
                     self._seconds.append(seconds)
-            line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._remaining_s(event.iteration))
+            remaining_s = self._remaining_s(event.iteration)
+            line = iteration_line(event, self._run.num_iterations, self._reasons, remaining_s)
             print_line(line, to=self._console)
         with self._lock:
             self._update(event)
@@ -102,11 +103,11 @@ class ProgressReporter:
         if isinstance(event, RunStarted):
             self._run = event
         elif isinstance(event, PhaseStarted):
-            self._phase, self._done, self._tokens, self._trained = event, 0, 0, 0.0
+            self._phase, self._rollouts, self._tokens, self._trained_share = event, 0, 0, 0.0
         elif isinstance(event, TrainingProgressed):
-            self._trained = event.share
+            self._trained_share = event.share
         elif isinstance(event, RolloutFinished):
-            self._done += 1
+            self._rollouts += 1
             self._tokens += event.tokens
             if event.mode == "train" and event.outcome == "failed":
                 count_reason(self._reasons, event.reason or "unknown")
@@ -137,13 +138,13 @@ class ProgressReporter:
         if phase and phase.phase in ("collect", "eval"):
             usual = self._run.rollouts_per_iteration if phase.phase == "collect" else None
             rollouts = usual if phase.rollouts is None else phase.rollouts
-            doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
-        if phase and self._trained:
-            seconds = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
-            doing.append(f" {self._trained:.0%}, {format_seconds(max(seconds, 0.0))} left")
+            doing.append(f" {self._rollouts}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
+        if phase and self._trained_share:
+            seconds = (time.monotonic() - phase.at) * (1 - self._trained_share) / self._trained_share
+            doing.append(f" {self._trained_share:.0%}, {format_seconds(max(seconds, 0.0))} left")
         spent = format_seconds(max(time.monotonic() - self._run.at, 0.0))
-        if (run_left := self._remaining_s(iteration - 1)) is not None:
-            spent += f", {format_seconds(run_left)} left"
+        if (remaining_s := self._remaining_s(iteration - 1)) is not None:
+            spent += f", {format_seconds(remaining_s)} left"
         head, wide = Table.grid(padding=(0, 2)), self._console.width >= 110
         head.add_row(
             Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
@@ -197,7 +198,7 @@ def supports_live_view(console: Console) -> bool:
 
 
 def iteration_line(
-    event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], *, left_s: float | None = None
+    event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], remaining_s: float | None = None
 ) -> str:
     """The line of one iteration. Parts without a metric are left out; time left is shown from a minute on."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
@@ -214,7 +215,7 @@ def iteration_line(
         "" if loss is None else f"loss {loss:{loss_format}}",
         "" if rate is None else f"{rate:.0f} tok/s",
         "" if seconds is None else format_seconds(seconds),
-        "" if left_s is None or left_s < 60 else f"{format_seconds(left_s)} left",
+        "" if remaining_s is None or remaining_s < 60 else f"{format_seconds(remaining_s)} left",
         "" if trainer is None else f"waited: training {trainer:.0%}, engine {engine or 0:.0%}",
         "" if busy is None else f"CPU {busy:.0%}",
         format_version(event.metrics.get(m.WEIGHTS_VERSION)),

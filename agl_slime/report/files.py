@@ -374,7 +374,7 @@ def read_state(run: RunDir) -> RunState:
     if (writer := read_object(run.alive)) is not None:
         last = max((path.stat().st_mtime for path in (run.alive, run.metrics, run.groups) if path.exists()), default=0)
         place = f"process {writer.get('pid')} on {writer.get('host')}"
-        if _lives(writer, last):
+        if _is_alive(writer, last):
             return RunState("running", f"This run is in progress ({place}).")
         when = datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return RunState("killed", f"This run was killed: {place} is gone; it last wrote at {when}.")
@@ -394,7 +394,7 @@ def write_alive(run: RunDir) -> None:
     write_file(run.alive, dump(writer, indent=2), durable=False)
 
 
-def _lives(writer: dict[str, Any], last: float) -> bool:
+def _is_alive(writer: dict[str, Any], last: float) -> bool:
     pid = writer.get("pid")
     if writer.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return time.time() - last < _SILENT_S

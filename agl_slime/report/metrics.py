@@ -26,7 +26,7 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; both counts are None in older files.
+    """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; None where the file lacks them.
     ``difference``: to the run's first validation, task by task, as mean, low and high."""
 
     mean: float | None

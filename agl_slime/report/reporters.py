@@ -35,7 +35,7 @@ class Reporters:
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
         self._reporters: tuple[Reporter, ...] = tuple(reporters)
         self._backlog = backlog
-        self._left_out = 0
+        self._dropped = 0
         self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
         self._thread.start()
@@ -49,7 +49,7 @@ class Reporters:
     def handle(self, event: Event) -> None:
         """Pass the event on; after ``close`` it is ignored."""
         if isinstance(event, RolloutFinished) and self._queue.qsize() >= self._backlog:
-            self._left_out += 1
+            self._dropped += 1
         else:
             self._queue.put(event)
 
@@ -78,9 +78,9 @@ class Reporters:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            if isinstance(item, RunFinished) and self._left_out:
+            if isinstance(item, RunFinished) and self._dropped:
                 why = "because reporting fell behind; counts by outcome are too low by this number."
-                self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
+                self.warn(f"{self._dropped} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
             self._close(reporter)

@@ -198,7 +198,7 @@ class ServerChild(Child):
         try:
             poll = select.poll()
             poll.register(stdout, select.POLLIN)
-            # it writes one line, at once; none means that it has ended
+            # the child writes this line at once; an empty one is the end of its output
             line = stdout.readline() if poll.poll(self._start_timeout_s * 1000) else None
         except (ValueError, OSError):  # closed by stop() from another thread
             line = ""

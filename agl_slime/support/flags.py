@@ -19,6 +19,12 @@ from agl_slime.support.net import shown_url
 from agl_slime.support.terminal import plain
 
 
+def split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before ``--``, and after it: another program's."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end]], [*arguments[end + 1 :]]
+
+
 def parse_flags(
     kind: Callable[..., Any], *, prog: str, arguments: Sequence[str], names: Iterable[str] = (), **options: Any
 ) -> Any:

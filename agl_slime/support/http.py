@@ -84,14 +84,10 @@ async def listening(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
-        yield local_url(host, runner.addresses[0][1])
+        here = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        yield http_url(here, runner.addresses[0][1])
     finally:
         await runner.cleanup()
-
-
-def local_url(host: str, port: int) -> str:
-    """The URL at which this machine reaches a server that listens on ``host``."""
-    return http_url({"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 class _Guard:

@@ -185,7 +185,7 @@ class TurnsRollout(Rollout):
             tools = [tools] * len(trajectories)
         if len(tools) != len(trajectories):
             raise ConfigError(f"tool_manager needs one for each trajectory, got {len(tools)} for {len(trajectories)}")
-        tools, sampling = list(map(_as_manager, tools)), as_sampling(sampling_params) or self._sampling
+        tools, sampling = list(map(_tool_manager_of, tools)), as_sampling(sampling_params) or self._sampling
         finished = self._run(trajectories, tools, is_factory, sampling) if trajectories else []
         for number, trajectory in enumerate(finished):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
@@ -222,7 +222,7 @@ class TurnsRollout(Rollout):
             logger.exception("The trace of a trajectory could not be written to %s.", directory)
 
 
-class _ToolOf:
+class _TwinkleTool:
     """A tool of twinkle's ``ToolManager``, which takes calls in OpenAI's form."""
 
     def __init__(self, manager: Any, info: Mapping[str, Any]) -> None:
@@ -235,9 +235,9 @@ class _ToolOf:
         return self._manager({"type": "function", "function": {"name": name, "arguments": arguments}})
 
 
-def _as_manager(tools: Any) -> Any:
+def _tool_manager_of(tools: Any) -> Any:
     infos = tools.tool_infos() if hasattr(tools, "tool_infos") else None
-    return tools if infos is None else ToolManager(_ToolOf(tools, info) for info in infos)
+    return tools if infos is None else ToolManager(_TwinkleTool(tools, info) for info in infos)
 
 
 class MultiTurnRollout(TurnsRollout):
@@ -270,17 +270,21 @@ class MultiTurnRollout(TurnsRollout):
     ) -> list[Trajectory]:
         batch = _Batch(self._sampler, live=len(trajectories))
         templates: dict[str, ChatTemplate] = {}
-
-        common: dict[str, Any] = {"client": batch}
-        common |= {"max_turns": self._max_turns, "max_trajectory_tokens": self._max_tokens, "traced": False}
+        limits: dict[str, Any] = {"max_turns": self._max_turns, "max_trajectory_tokens": self._max_tokens}
 
         def session_of(trajectory: Trajectory, manager: Any) -> RolloutSession:
             schemas = trajectory.get("tools", manager.schemas if manager is not None else None) or None
             parser = self._parser or (parser_for if schemas else find_format)(self._tokenizer)
             template = templates.setdefault(repr(schemas), ChatTemplate(tokenizer=self._tokenizer, tools=schemas))
-            messages, params = trajectory["messages"], sampling or SamplingParams()
             return RolloutSession(
-                sampling=params, messages=messages, tools=manager, template=template, parser=parser, **common
+                client=batch,
+                sampling=sampling or SamplingParams(),
+                messages=trajectory["messages"],
+                tools=manager,
+                template=template,
+                parser=parser,
+                traced=False,
+                **limits,
             )
 
         sessions = [session_of(trajectory, manager) for trajectory, manager in zip(trajectories, tools, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from verifiers.v1.runtimes.base import Runtime
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
 from agl_slime.environments.runtimes.layout import GIB, BubblewrapConfig
+from agl_slime.support.files import cache_directory
 
 _runtime_cls = verifiers_runtimes._runtime_cls
 # verifiers looks up the class of a box's configuration to see whether it is local, when a timeout is set.
@@ -30,7 +30,7 @@ _RUNTIME_FLAG = re.compile(r"--env\.(?P<agent>[^.]*)\.runtime\.(?P<field>[^.]*)"
 
 def parse_boxes(arguments: Sequence[str]) -> tuple[list[str], dict[str, BubblewrapConfig]]:
     """Split a command line into verifiers' arguments and the boxes by agent: `--env.AGENT.runtime.type bubblewrap`,
-    with fields of `BubblewrapConfig` beside it. `installs` is by default below the user's cache. Raises
+    with fields of `BubblewrapConfig` beside it. `installs` is by default in this package's cache. Raises
     `ValueError`."""
     runtimes: dict[str, dict[str, Any]] = {}
     positions: dict[str, list[int]] = {}  # of the words about each agent's runtime
@@ -53,8 +53,7 @@ def parse_boxes(arguments: Sequence[str]) -> tuple[list[str], dict[str, Bubblewr
             config = BubblewrapConfig.model_validate(lists)
         except (ValidationError, json.JSONDecodeError) as error:
             raise ValueError(f"--env.{role}.runtime: {error}") from None
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        installs = (config.installs or cache / "agl-slime" / "programs").resolve()
+        installs = (config.installs or cache_directory() / "programs").resolve()
         boxes[role] = config.model_copy(update={"installs": installs})
         taken.update(positions[role])
     return [word for number, word in enumerate(arguments) if number not in taken], boxes
@@ -65,20 +64,17 @@ def max_episodes(boxes: Mapping[str, BubblewrapConfig], *, root: Path = Path("/"
     their limits; at least one, `None` without boxes. `root` contains the kernel's files."""
     if not boxes:
         return None
-    memory = int(_field(root / "proc/meminfo", "MemAvailable:") * 1024)
-    pids = int((root / "proc/sys/kernel/pid_max").read_text())
-    for name, value in (("memory", memory), ("pids", pids)):
+    meminfo = (root / "proc/meminfo").read_text().splitlines()
+    kib = next(line.split()[1] for line in meminfo if line.startswith("MemAvailable:"))
+    available = {"memory": int(kib) * 1024, "pids": int((root / "proc/sys/kernel/pid_max").read_text())}
+    for name, on_host in available.items():
         group = root / "sys/fs/cgroup" / name  # in a container its own group is the root
         limit, used = Path(f"{group}.max"), Path(f"{group}.current")
         if limit.is_file() and (most := limit.read_text().strip()).isdigit():
-            available = min(value, int(most) - int(used.read_text()))
-            memory, pids = (available, pids) if name == "memory" else (memory, available)
-    needed = sum(config.memory for config in boxes.values()) * GIB
-    return max(1, min(int(memory / needed), pids // sum(config.processes for config in boxes.values())))
-
-
-def _field(path: Path, name: str) -> float:
-    return next(float(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
+            available[name] = min(on_host, int(most) - int(used.read_text()))
+    memory = sum(config.memory for config in boxes.values()) * GIB
+    processes = sum(config.processes for config in boxes.values())
+    return max(1, min(int(available["memory"] / memory), available["pids"] // processes))
 
 
 @contextlib.asynccontextmanager

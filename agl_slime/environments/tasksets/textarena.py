@@ -58,7 +58,8 @@ class Game:
     def __init__(self, name: str, seed: int, options: dict[str, Any]) -> None:
         raw = name if name.endswith("-raw") else f"{name.removesuffix('-train')}-raw"
         if raw not in ENV_REGISTRY:
-            raise ValueError(f"TextArena has no game {name!r}; it has {', '.join(sorted(_GAMES()))}")
+            games = [key for key in ENV_REGISTRY if not key.endswith(("-raw", "-train"))]
+            raise ValueError(f"TextArena has no game {name!r}; it has {', '.join(sorted(games))}")
         self._random = random.Random(seed)
         with self._playing():
             self._game = make(raw, **options)
@@ -94,10 +95,6 @@ class Game:
     def outcome(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         rewards, info = self._game.close()
         return {seat: float(reward) for seat, reward in rewards.items()}, info
-
-
-def _GAMES() -> list[str]:
-    return [key for key in ENV_REGISTRY if not key.endswith(("-raw", "-train"))]
 
 
 def random_move(observation: str, draw: random.Random, moves: list[str] | None = None) -> str:

@@ -75,7 +75,7 @@ function addNews(parts) {
   });
 }
 
-// Pages of single rollouts stay unchanged; others are redrawn with the news.
+// Pages of single rollouts stay unchanged; others are redrawn with the changes.
 function update(parts) {
   addNews(parts);
   const kind = (location.hash.slice(1) || "trend").split("/")[0];

@@ -1,4 +1,4 @@
-// The data of runs, which arrives as news (see RunReader.update): `metrics` as columns, `groups` and `members` as
+// The data of runs, which arrives as changes (see RunReader.update): `metrics` as columns, `groups` and `members` as
 // columns in which repeated texts are indices into `words`, and the ids of kept rollouts.
 
 class Run {

@@ -130,12 +130,14 @@ class _Auditor:
         self.result.findings.append(f"{location}: {text}")
 
     def _claim(self, location: str, subject: str, **values: Any) -> None:
+        """Note the values that a file has of a subject; report each that differs from an earlier claim's."""
         for name, value in values.items():
             place, first = self.claims.setdefault((subject, name), (location, value))
             if not same(value, first):
                 self._report(location, f"{name} of {subject} is {value!r}, and {first!r} by {place}")
 
     def _once(self, location: str, subject: str, event: str) -> None:
+        """Note an event of a subject; report it when another line has it, too."""
         if (place := self.claims.setdefault((subject, event), (location, None))[0]) != location:
             self._report(location, f"{subject} is {event} a second time, after {place}")
 
@@ -384,9 +386,7 @@ class _Auditor:
                 self._report(_METRICS, f"there is no line of iteration {iteration}")
             elif (self.path / _TRAINED).exists():
                 if self.batches[iteration]:
-                    # in older runs an iteration without training took a number, too
-                    older = self.versions[iteration] == str(iteration)
-                    version = str(iteration if older else int(version) + 1)
+                    version = str(int(version) + 1)
                 self._claim(_TRAINED, f"iteration {iteration}", **{"weights/version": version})
 
     def _check_ends(self) -> None:

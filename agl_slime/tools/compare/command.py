@@ -38,34 +38,30 @@ def compare(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path
     for run in runs:
         if read_object(run.config) is None:
             raise ConfigError(f"{run.path} holds no run: give the --output-dir of one")
-    if (difference := first_difference(*runs)) is not None:
+    if (difference := next(_differences(*runs), None)) is not None:
         raise AglSlimeError(f"{first} and {second} differ: {difference}")
     groups = sum(1 for _ in iter_jsonl(runs[0].groups))
     weights = "and the weights" if _weight_digests(runs[0]) else "of runs without weights yet"
     print_line(f"{first} and {second} are equal: {groups:,} groups, {weights}")
 
 
-def first_difference(first: RunDir, second: RunDir) -> str | None:
-    """In the order of the runs; ``None`` for equal ones."""
-    return next(_differences(first, second), None)
-
-
 def _differences(first: RunDir, second: RunDir) -> Iterator[str]:
+    """The differences in the order in which the runs made them."""
     yield from _settings(first, second)
     groups, batches, figures = (
         [_by_iteration(getattr(run, name)) for run in (first, second)] for name in ("groups", "trained", "metrics")
     )
     for iteration in sorted({*groups[0]} & {*groups[1]}):
-        rows = [{row["instance_id"]: row for row in of[iteration]} for of in groups]
+        rows = [{row["instance_id"]: row for row in by_iteration[iteration]} for by_iteration in groups]
         for task in sorted({*rows[0], *rows[1]}, key=lambda name: int(name) if str(name).isdecimal() else -1):
             if task in rows[0] and task in rows[1]:
                 yield from _members(first, second, rows[0][task], rows[1][task])
                 continue
-            others = groups[task in rows[0]].items()
-            places = [f"iteration {n}" for n, of in others if any(row["instance_id"] == task for row in of)]
-            alone = f"order: iteration {iteration} has the group of task {task} in one run alone"
-            yield f"{alone}, there in {''.join(places) or 'none'}"
-        yield from _training(iteration, *(of.get(iteration, []) for of in (*batches, *figures)))
+            other_run = groups[task in rows[0]].items()
+            iterations = [n for n, others in other_run if any(row["instance_id"] == task for row in others)]
+            elsewhere = f"there in iteration {iterations[0]}" if iterations else "there in none"
+            yield f"order: iteration {iteration} has the group of task {task} in one run alone, {elsewhere}"
+        yield from _training(iteration, *(rows_of_run.get(iteration, []) for rows_of_run in (*batches, *figures)))
     if groups[0].keys() != groups[1].keys():
         yield f"equal as far as both go, with {len(groups[0])} and {len(groups[1])} iterations"
     if _weight_digests(first) != _weight_digests(second):
@@ -111,16 +107,16 @@ def _training(iteration: int, *rows: Sequence[Row]) -> Iterator[str]:
     """Differences of a step, or of its validation, whose groups are equal."""
     *batches, left, right = rows
     for name, columns in (
-        ("order of the groups", [[row["instance_id"] for row in of] for of in batches]),
-        ("log-prob or advantage of the trainer", [[sorted(row.get("scores", ())) for row in of] for of in batches]),
+        ("order of the groups", [[row["instance_id"] for row in batch] for batch in batches]),
+        ("log-prob or advantage of the trainer", [[sorted(row.get("scores", ())) for row in b] for b in batches]),
     ):
         if columns[0] != columns[1]:
             yield f"iteration {iteration}: equal rollouts, and another {name} in training"
-    for figures, others in zip(left, right, strict=False):
-        for name, value in figures.items():
+    for left_metrics, right_metrics in zip(left, right, strict=False):
+        for name, value in left_metrics.items():
             compared = name in _STEP or name.startswith("val/")
-            if compared and value != others.get(name):
-                yield f"iteration {iteration}: equal batches, and {name} {value!r} and {others.get(name)!r}"
+            if compared and value != (other := right_metrics.get(name)):
+                yield f"iteration {iteration}: equal batches, and {name} {value!r} and {other!r}"
 
 
 def _record(run: RunDir, rollout_id: str) -> Row | None:
@@ -142,8 +138,8 @@ def _token(left: Row, right: Row) -> str:
     rows = left, right
     contents = [[_content(sample) for sample in row["samples"]] for row in rows]
     unequal = [
-        [(sample, unpack(sample["tokens"], "<i4")) for sample in row["samples"] if _content(sample) not in others]
-        for row, others in zip(rows, reversed(contents), strict=True)
+        [(sample, unpack(sample["tokens"], "<i4")) for sample in row["samples"] if _content(sample) not in other]
+        for row, other in zip(rows, reversed(contents), strict=True)
     ]
     forks = [f"{[sample['fork'] for sample in row['samples'] if sample['fork']]}" for row in rows]
     forked = f"{len(contents[0])} and {len(contents[1])} Samples, with forks {' and '.join(forks)}"
@@ -151,16 +147,16 @@ def _token(left: Row, right: Row) -> str:
         return forked
     pairs = [(_first_unequal(unequal[0][0][1], ids), number) for number, (_, ids) in enumerate(unequal[1])]
     index, number = max(pairs)
-    (first, ids), (_, others) = compared = unequal[0][0], unequal[1][number]
-    if index == min(len(ids), len(others)) and len(contents[0]) != len(contents[1]):
+    (first, ids), (_, other_ids) = compared = unequal[0][0], unequal[1][number]
+    if index == min(len(ids), len(other_ids)) and len(contents[0]) != len(contents[1]):
         return forked
     offset = index - first["prompt_length"]
     turn = next((n for n, (start, end) in enumerate(first["turn_spans"]) if start <= offset < end), None)
     images = [_IMAGE.findall(str(row["messages"])) for row in rows]
-    if images[0] != images[1] and (turn is not None or np.array_equal(ids, others)):
+    if images[0] != images[1] and (turn is not None or np.array_equal(ids, other_ids)):
         return f"equal text before the answer, and images {images[0]} and {images[1]}"
-    if not np.array_equal(ids, others):
-        texts = [f"{sample['pieces'][index]!r}" if index < len(of) else "the end" for sample, of in compared]
+    if not np.array_equal(ids, other_ids):
+        texts = [f"{s['pieces'][index]!r}" if index < len(token_ids) else "the end" for s, token_ids in compared]
         context = "".join(first["pieces"][max(0, index - _CONTEXT) : index])
         following = sum(end <= offset for _, end in first["turn_spans"])
         subject = f"prompt of turn {following}: token" if turn is None else f"turn {turn}: sampled token"

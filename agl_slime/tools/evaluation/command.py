@@ -149,7 +149,7 @@ class Prepared:
 async def prepare(config: EvalConfig) -> Prepared:
     """Find the models, then agent, tasks and settings from the flags and the run."""
     run = RunDir(config.models[-1] if config.models else Path("no run"))
-    began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
+    run_settings = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
     models: list[Path | ChatApi] = []
     for path in config.models:
         models.append(await run_in_thread(find_model, _weights(path), lambda text: None))
@@ -158,16 +158,16 @@ async def prepare(config: EvalConfig) -> Prepared:
         if start is None:
             raise ConfigError(f"--with-start: {run.path} is not a run with a start.json; name two models")
         models.insert(0, Path(str(start)))
-    settings = _settings(config, began)
+    settings = _settings(config, run_settings)
     if config.openai_url is not None:
         if settings.environment.name is not None:
             raise ConfigError("--openai-url: the run is of an environment, whose agents need an engine; leave it out")
         models.insert(
             0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
         )
-    temperature = config.settings.get("temperature", _validation_sampling(began).get("temperature"))
+    temperature = config.settings.get("temperature", _validation_sampling(run_settings).get("temperature"))
     temperature = settings.sampling.temperature if temperature is None else temperature
-    agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
+    agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if run_settings else None)
     sampling = {"temperature": temperature, "max_new_tokens": settings.sampling.max_new_tokens}
     return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
 
@@ -278,8 +278,8 @@ def format_result(result: dict[str, Any]) -> list[str]:
     return [*lines, f"{each}; [95 % interval over tasks]"]
 
 
-def _validation_sampling(began: dict[str, Any]) -> dict[str, Any]:
-    return train_config(eval_sampling=began.get("eval_sampling") or "").validation_sampling
+def _validation_sampling(run_settings: dict[str, Any]) -> dict[str, Any]:
+    return train_config(eval_sampling=run_settings.get("eval_sampling") or "").validation_sampling
 
 
 def format_estimate(value: Mapping[str, Any], *, n_tasks: int, sign: bool = False) -> str:
@@ -314,25 +314,26 @@ def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
     return redacted({"arguments": arguments, "config": files, "models": settings.environment.models})
 
 
-def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
+def _settings(config: EvalConfig, run_settings: dict[str, Any]) -> TrainConfig:
     """The settings of a run: from the flags, else from the model's run."""
-    inherited = {name: began[name] for name in RUN_FIELDS if began.get(name) is not None}
-    if (limit := _validation_sampling(began).get("max_new_tokens")) is not None:
+    inherited = {name: run_settings[name] for name in RUN_FIELDS if run_settings.get(name) is not None}
+    if (limit := _validation_sampling(run_settings).get("max_new_tokens")) is not None:
         inherited["max_new_tokens"] = limit
-    inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
-    if "agent" not in config.settings and (key := (began.get("local") or {}).get("rewards")):
+    inherited["external_plugins"] = tuple(map(Path, run_settings.get("external_plugins") or ()))
+    if "agent" not in config.settings and (key := (run_settings.get("local") or {}).get("rewards")):
         inherited["local"] = LocalTrainerSettings(rewards=key)
     flags = dict(config.settings)
     if flags.get("temperature") == 0:
         del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it
-    if (env := flags.get("env") or (None if "agent" in flags else began.get("env"))) is not None:
+    if (env := flags.get("env") or (None if "agent" in flags else run_settings.get("env"))) is not None:
         inherited.pop("agent", None)
         if "env" not in flags:
-            environment_fields = {name: began[name] for name in ENV_FIELDS if began.get(name) is not None}
+            environment_fields = {name: run_settings[name] for name in ENV_FIELDS if run_settings.get(name) is not None}
             inherited |= {
                 name: tuple(value) if isinstance(value, list) else value for name, value in environment_fields.items()
             }
-            inherited |= {name: Path(began[name]) for name in ("env_python", "eval_tasks") if began.get(name)}
+            paths = {name: run_settings.get(name) for name in ("env_python", "eval_tasks")}
+            inherited |= {name: Path(path) for name, path in paths.items() if path}
         flags["env"] = env
     return train_config(**{"max_concurrent": _RUN_SETTINGS["max_concurrent"], **inherited, **flags})
 
@@ -364,10 +365,11 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     )
     if config.tasks is not None:
         return agent, read_tasks(config.tasks)[: config.n_tasks]
-    began: dict[str, Any] = (run.settings() or {}) if run is not None else {}
-    if run is not None and began.get("tasks"):
-        named: dict[str, Any] = {name: Path(began[name]) for name in ("tasks", "eval_tasks") if began.get(name)}
-        named |= {"seed": began["seed"], "eval_interval": began["eval_interval"]}
+    run_settings: dict[str, Any] = (run.settings() or {}) if run is not None else {}
+    if run is not None and run_settings.get("tasks"):
+        paths = {name: run_settings.get(name) for name in ("tasks", "eval_tasks")}
+        named: dict[str, Any] = {name: Path(path) for name, path in paths.items() if path}
+        named |= {"seed": run_settings["seed"], "eval_interval": run_settings["eval_interval"]}
         held_out = split_tasks(train_config(**named, output_dir=run.path, resume=True))[1]
         if not held_out:
             raise ConfigError(f"the run in {run.path} held out no tasks; give --tasks FILE.jsonl")

@@ -106,7 +106,7 @@ def dpo_rows(
         if gap <= max(0.0, min_gap) or (min_reward is not None and better["reward"] < min_reward):
             continue
         chosen, rejected = list(better["messages"]), list(worse["messages"])
-        same = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
         answers = [index for index in range(same + 1) if _answers(chosen, index) and _answers(rejected, index)]
         if answers:  # else one conversation is a prefix of the other: there is no choice
             start = answers[-1]

@@ -21,7 +21,7 @@ from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDep
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
 from agl_slime.report.rollouts import MOST_SAMPLES
-from agl_slime.support.flags import parse_flags
+from agl_slime.support.flags import parse_flags, split_at_dashes
 from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
@@ -100,9 +100,9 @@ class Case:
 
 
 def main(arguments: Sequence[str]) -> None:
-    separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
-    config = parse_flags(AutopsyConfig, prog="agl-slime autopsy", arguments=arguments[:separator])
-    diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[separator + 1 :]))
+    ours, slime_flags = split_at_dashes(arguments)
+    config = parse_flags(AutopsyConfig, prog="agl-slime autopsy", arguments=ours)
+    diagnosis, case = asyncio.run(autopsy(config, slime_flags=slime_flags))
     print_line(diagnosis.sentence)
     print_line(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
     for name, nats in diagnosis.differences.items():
@@ -302,11 +302,11 @@ def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], l
         except AglSlimeError:  # the template refuses these messages
             return None
 
-    rendered, text = "the engine was asked with the prompt as the model's own template writes it", "template"
-    bare = "the engine was asked without the system message"
+    by_template = "the engine was asked with the prompt as the model's own template writes it"
+    without_system = "the engine was asked without the system message"
     return [
-        (text, rendered, lambda sample: render(sample, system=True)),
-        ("system_message", bare, lambda sample: render(sample, system=False)),
+        ("template", by_template, lambda sample: render(sample, system=True)),
+        ("system_message", without_system, lambda sample: render(sample, system=False)),
     ]
 
 

@@ -59,9 +59,9 @@ def step_figures(
         figures["train/kl_loss"] = mean(torch.from_numpy(kl_loss))
         figures["train/loss"] += kl_loss_coef * figures["train/kl_loss"]
     if engine is not None:
-        apart = (new - engine).abs()
-        figures["train/train_rollout_logprob_abs_diff"] = mean(apart)
-        figures["train/logprob_diff_max"] = float(apart.max())
+        gaps = (new - engine).abs()
+        figures["train/train_rollout_logprob_abs_diff"] = mean(gaps)
+        figures["train/logprob_diff_max"] = float(gaps.max())
         figures["train/engine_kl"] = mean(kl_k3(engine, new))
         if settings.off_policy != "none":
             _, clipped = off_policy_weights(old, engine, settings)

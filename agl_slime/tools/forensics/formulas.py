@@ -187,7 +187,7 @@ def find_rule(
             continue
         differences[rule] = difference([result[place] for place in places], [recorded[place] for place in places])
     least = min(differences.values())
-    return next(rule for rule, apart in differences.items() if apart <= least + 1e-6)
+    return next(rule for rule, largest in differences.items() if largest <= least + 1e-6)
 
 
 def difference(ours: Any, recorded: Any) -> float:
@@ -196,9 +196,9 @@ def difference(ours: Any, recorded: Any) -> float:
     if not len(first):
         return 0.0
     with np.errstate(invalid="ignore"):
-        apart = np.where(first == second, 0.0, np.abs(first - second))
-    apart[np.isnan(first) & np.isnan(second)] = 0.0
-    return float(np.nan_to_num(apart, nan=np.inf).max())
+        gaps = np.where(first == second, 0.0, np.abs(first - second))
+    gaps[np.isnan(first) & np.isnan(second)] = 0.0
+    return float(np.nan_to_num(gaps, nan=np.inf).max())
 
 
 @dataclass(frozen=True, kw_only=True)

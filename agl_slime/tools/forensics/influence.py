@@ -61,7 +61,8 @@ def influences(
         weights = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
         sketch = 0 if 2 * n * weights * 4 <= _MOST_BYTES else SKETCH
     size = sketch
-    gradients = trainer.rollout_gradients(batch, _flat if not size else lambda each: count_sketch(each, size=size))
+    reduce = (lambda tensors: count_sketch(tensors, size=size)) if size else _flat
+    gradients = trainer.rollout_gradients(batch, reduce)
     of_loss, of_log_probs = (
         np.stack([gradient.cpu().numpy() for gradient in column]).astype(np.float64)
         for column in zip(*gradients.values(), strict=True)
@@ -71,10 +72,10 @@ def influences(
     )
 
 
-def count_sketch(tensors: Sequence[Tensor], *, size: int, seed: int = 0) -> Tensor:
+def count_sketch(tensors: Sequence[Tensor], *, size: int) -> Tensor:
     """The count sketch of the concatenated ``tensors``, ``[size]``: each number is added, with a random sign, to a
-    random place; equal for equal shapes and ``seed``."""
-    drawn = torch.Generator().manual_seed(seed)
+    random place; equal for equal shapes."""
+    drawn = torch.Generator().manual_seed(0)
     sketched = torch.zeros(size, dtype=torch.float64)
     for tensor in tensors:
         places = torch.randint(2 * size, (tensor.numel(),), generator=drawn)

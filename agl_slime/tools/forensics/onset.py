@@ -104,6 +104,7 @@ def read_traits(line: Mapping[str, Any]) -> RolloutTraits | None:
     words = _words("\n".join(texts))[:MOST_WORDS]
     prompt = _words("\n".join(text_of(message) for message in messages if message.get("role") != "assistant"))
     stops = {line.get("stop_reason"), *(sample.get("stop_reason") for sample in line.get("samples") or ())}
+    truncated = [Trait("truncated")] if stops & _TRUNCATED else []
     return RolloutTraits(
         rollout_id=str(line.get("rollout_id")),
         iteration=iteration,
@@ -111,7 +112,7 @@ def read_traits(line: Mapping[str, Any]) -> RolloutTraits | None:
         reward=float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None,
         words=len(words),
         calls=len(tools),
-        traits=frozenset([*_of_words(words, prompt), *_of_texts(texts), *_of_tools(tools), *_of_stops(stops)]),
+        traits=frozenset([*_of_words(words, prompt), *_of_texts(texts), *_of_tools(tools), *truncated]),
     )
 
 
@@ -155,11 +156,6 @@ def _of_tools(tools: list[str]) -> Iterator[Trait]:
         yield Trait("no tool")
     yield from (Trait("tool", name) for name in set(tools))
     yield from (Trait("tools", " → ".join(pair)) for pair in set(pairwise(tools)))
-
-
-def _of_stops(stops: set[Any]) -> Iterator[Trait]:
-    if stops & _TRUNCATED:
-        yield Trait("truncated")
 
 
 def _name(call: Any) -> str:

@@ -15,7 +15,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, read_tokens
-from agl_slime.support.flags import parse_flags
+from agl_slime.support.flags import parse_flags, split_at_dashes
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.replay_slime import print_replay, replay_dump
 from agl_slime.tools.forensics.steps import (
@@ -38,9 +38,8 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    separator = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
-    config = parse_flags(ReplayConfig, prog="agl-slime replay", arguments=arguments[:separator])
-    slime_flags = arguments[separator + 1 :]
+    ours, slime_flags = split_at_dashes(arguments)
+    config = parse_flags(ReplayConfig, prog="agl-slime replay", arguments=ours)
     if is_dump(config.run_dir):
         print_replay(config, replay_dump(config, slime_flags=slime_flags))
         return

@@ -357,23 +357,23 @@ class _Step:
         recorded = [row.advantages[row.mask] for row in self.rows if row.advantages is not None]
         if self.flags.specified or len(recorded) < len(self.rows):
             return self.flags
-        apart = {}
+        differences = {}
         for flags in (self.flags, replace(self.flags, normalize_advantages=True)):
             ours = self.advantages(self.rewards, self.rule, flags)
             masked = [figures.advantages[row.mask] for figures, row in zip(ours, self.rows, strict=True)]
-            apart[flags] = difference(np.concatenate(masked), np.concatenate(recorded))
-        return min(apart, key=apart.__getitem__)
+            differences[flags] = difference(np.concatenate(masked), np.concatenate(recorded))
+        return min(differences, key=differences.__getitem__)
 
     def _comparisons(self, computed: Sequence[TokenAdvantages]) -> list[Comparison]:
         places = [trained.place for trained in self.trained]
         normalized = self.rule.apply(self.rewards, **self.columns)
-        whole = [
+        by_sample = [
             ("rewards", [self.rewards[place] for place in places], [row.raw_reward for row in self.rows]),
             ("normalized rewards", [normalized[place] for place in places], [row.reward for row in self.rows]),
         ]
         comparisons = [
             Comparison(name=name, count=len(ours), difference=None if None in recorded else difference(ours, recorded))
-            for name, ours, recorded in whole
+            for name, ours, recorded in by_sample
         ]
         for name in ("returns", "advantages", "kl"):
             ours = [getattr(figures, name)[row.mask] for figures, row in zip(computed, self.rows, strict=True)]
@@ -390,9 +390,9 @@ class _Step:
     def _compare(self, name: str, column: str, ours: Arrays) -> Comparison:
         """``ours`` of the tokens under the mask of each Sample, beside the column of the train data."""
         recorded = [getattr(row, column)[row.mask] for row in self.rows if getattr(row, column) is not None]
-        whole = len(recorded) == len(ours)
-        apart = difference(np.concatenate(ours), np.concatenate(recorded)) if whole else None
-        return Comparison(name=name, count=sum(map(len, ours)), difference=apart)
+        complete = len(recorded) == len(ours)
+        largest = difference(np.concatenate(ours), np.concatenate(recorded)) if complete else None
+        return Comparison(name=name, count=sum(map(len, ours)), difference=largest)
 
     def _samples(self, computed: Sequence[TokenAdvantages]) -> list[SampleFigures]:
         samples = []
@@ -419,10 +419,10 @@ class _Step:
         if len(engine) < len(self.rows):
             return []
         pairs = zip(self.log_probs, engine, strict=True)
-        apart = np.array([np.abs(ours - theirs).max(initial=0.0) for ours, theirs in pairs])
+        largest = np.array([np.abs(trainer - engine).max(initial=0.0) for trainer, engine in pairs])
         most = self.config.influences or _SHOWN
         # the tokens that differ most are in the Samples that do; siblings are there for their order
-        rollouts = {self.trained[place].rollout_id for place in np.argsort(-apart)[:most] if apart[place] > 0}
+        rollouts = {self.trained[place].rollout_id for place in np.argsort(-largest)[:most] if largest[place] > 0}
         places = [place for place, trained in enumerate(self.trained) if trained.rollout_id in rollouts]
         columns = ([column[place] for place in places] for column in (engine, self.log_probs))
         samples = [batch[0][place] for place in places]
@@ -430,13 +430,13 @@ class _Step:
 
     def _unknown(self, comparisons: Sequence[Comparison]) -> list[str]:
         config, flags = self.config, self.flags
-        apart = next(comparison.difference for comparison in comparisons if comparison.name == "normalized rewards")
+        of_rewards = next(each.difference for each in comparisons if each.name == "normalized rewards")
         misfit = f"No rule of slime's gives the recorded rewards; the nearest is: {self.rule}."
         steps = f"slime took {self.step.optimizer_steps} optimizer steps on this batch; the figures are of the whole"
         sentences = {
             _NO_TRAIN_DATA: not self.step.has_train_data,
             _NO_SETTINGS: not flags.specified,
-            misfit: apart is not None and apart > TOLERANCE,
+            misfit: of_rewards is not None and of_rewards > TOLERANCE,
             _NOT_FINITE: not self.finite,
             _ONE_GROUP: self.rule.groups == "batch" and len({*self.prompts}) > 1,
             _WHITENED: not flags.specified and flags.normalize_advantages,

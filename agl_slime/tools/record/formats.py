@@ -223,24 +223,24 @@ def _answers(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 def _openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """``message`` with the arguments of calls as text; the text of a completion is a user's message."""
-    read = {**message, "role": "user" if message["role"] == "text" else message["role"]}
+    as_openai = {**message, "role": "user" if message["role"] == "text" else message["role"]}
     if message.get("tool_calls"):
-        read["tool_calls"] = [
+        as_openai["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _text(call["function"].get("arguments", {}))}}
             for call in message["tool_calls"]
         ]
-    return read
+    return as_openai
 
 
 def _verifiers_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    read = _openai_message(message)
-    content = read.get("content") or ""
-    if read["role"] == "tool":
-        return {"role": "tool", "content": content, "tool_call_id": str(read.get("tool_call_id") or "")}
-    if read["role"] != "assistant":
-        return {"role": "user" if read["role"] == "user" else "system", "content": content}
-    calls = [{"id": call["id"], **call["function"]} for call in read.get("tool_calls") or ()]
-    reasoning = {"reasoning_content": read["reasoning_content"]} if read.get("reasoning_content") else {}
+    message = _openai_message(message)
+    role, content = message["role"], message.get("content") or ""
+    if role == "tool":
+        return {"role": "tool", "content": content, "tool_call_id": str(message.get("tool_call_id") or "")}
+    if role != "assistant":
+        return {"role": "user" if role == "user" else "system", "content": content}
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls") or ()]
+    reasoning = {"reasoning_content": message["reasoning_content"]} if message.get("reasoning_content") else {}
     return {"role": "assistant", "content": content, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 

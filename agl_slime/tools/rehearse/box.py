@@ -25,7 +25,7 @@ _DISK = str(2**28)  # bytes of each directory in memory
 _LIMITS = {"FSIZE": 2**26, "DATA": 2**32, "CORE": 0}
 _PROCESSES, _MEMORY, _POLL_S = 512, 2**30, 0.25
 _NAMESPACES = "--unshare-user-try --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try"
-_WITHOUT = (*_NAMESPACES.split(), "--cap-drop", "ALL", "--new-session", "--die-with-parent")
+_ISOLATION = (*_NAMESPACES.split(), "--cap-drop", "ALL", "--new-session", "--die-with-parent")
 _MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # the kernel's number, and that of socket()
 
 
@@ -41,7 +41,7 @@ def check_box() -> None:
     """Raise ``ConfigError`` where bubblewrap makes no box."""
     problem, fix, machine = "bubblewrap is not installed", "install it (apt-get install bubblewrap)", platform.machine()
     if shutil.which("bwrap"):
-        probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", *_WITHOUT, "true"]
+        probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", *_ISOLATION, "true"]
         finished = subprocess.run(probe, capture_output=True, text=True)
         if finished.returncode == 0 and machine in _MACHINES:
             return
@@ -96,15 +96,15 @@ class Box:
                 rules.write(_filter())
                 rules.seek(0)
                 words = self._mounts(places, "\n".join((*needs, *command, *map(str, places), *env.values())))
-                words += [*_WITHOUT, "--seccomp", str(rules.fileno()), "--chdir", str(places[0])]
+                words += [*_ISOLATION, "--seccomp", str(rules.fileno()), "--chdir", str(places[0])]
                 command, options["pass_fds"] = [str(shutil.which("bwrap")), *words, *command], [rules.fileno()]
             else:
                 options["cwd"] = str(places[0])
-            until, reason = time.monotonic() + seconds, ""
+            deadline, reason = time.monotonic() + seconds, ""
             with Child(command, name=command[0], env=env, **options) as child:
                 while (code := child.wait(_POLL_S)) is None and not reason:
                     reason = check() or _over(child)
-                    if not reason and time.monotonic() > until:
+                    if not reason and time.monotonic() > deadline:
                         reason = f"it did not end within {seconds:g} s"
             size = os.fstat(output.fileno()).st_size
             if size >= _LIMITS["FSIZE"]:

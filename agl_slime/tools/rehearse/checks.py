@@ -24,8 +24,8 @@ from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 OURS = "agl_slime.slime_hooks.generate_rollout"
 _LOOPBACK = re.compile(r"^(https?://)?(127\.|localhost|\[?::1)")
 _DOTTED = re.compile(r"(?<![\w.-])\d+(?:\.\d+){3}(?![\w.-])")
-_ADDRESS = re.compile(r"(?:ip|addrs?|address|host|url)$", re.IGNORECASE)
-_PLACE = re.compile(r"(?:load|save|checkpoint|path|dir|data|type|ip|addrs?|host|url)$")
+_NAMES_AN_ADDRESS = re.compile(r"(?:ip|addrs?|address|host|url)$", re.IGNORECASE)
+_NAMES_A_PLACE = re.compile(r"(?:load|save|checkpoint|path|dir|data|type|ip|addrs?|host|url)$")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> l
     findings = [*check_script(played, training, nodes), *_parser(parsed, training)]
     if parsed.args is not None:
         args = Arguments(parsed.args, training)
-        for part in _PARTS:
+        for part in _CHECKS:
             try:
                 findings += part(args, nodes)
             except (TypeError, ValueError, AttributeError) as error:  # --custom-config-path gives any value
@@ -174,13 +174,13 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
         flag, equals, value = word.partition("=")
         flags |= {flag: value if equals else following} if flag.startswith("--") else {}
-    for flag in (flag for flag, value in flags.items() if not value and _PLACE.search(flag)):
+    for flag in (flag for flag, value in flags.items() if not value and _NAMES_A_PLACE.search(flag)):
         yield _breaks(f"{flag} is given as an empty text", "set the variable in it, or take the flag out")
     values = {**training.env, **flags, "the job's address": training.address or ""}
     for number, node in enumerate(played.ray_nodes, 1):
         values[f"ray start {number}: address"] = f"{node.address} {node.joins} {node.host}"
     for name, value in values.items():
-        for word in _DOTTED.findall(value) if _ADDRESS.search(name) else ():
+        for word in _DOTTED.findall(value) if _NAMES_AN_ADDRESS.search(name) else ():
             if any(int(part) > 255 for part in word.split(".")):
                 yield _breaks(f"{name} has {word}, which is no IPv4 address", "correct it")
     head = next((node for node in played.ray_nodes if node.head), None)
@@ -530,5 +530,5 @@ def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             yield _breaks(problem, fix)
 
 
-_PARTS = _weights, _vocabulary, _placement, _parallel, _batches, _lengths, _data
-_PARTS += _hooks, _addresses, _storage, _modules
+_CHECKS = _weights, _vocabulary, _placement, _parallel, _batches, _lengths, _data
+_CHECKS += _hooks, _addresses, _storage, _modules

@@ -19,7 +19,7 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
-from agl_slime.support.flags import parse_flags
+from agl_slime.support.flags import parse_flags, split_at_dashes
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.rehearse.checks import Arguments, Finding, Nodes, check, check_script
 from agl_slime.tools.rehearse.forecast import Forecast, Shape, Speeds, compare
@@ -31,7 +31,8 @@ from agl_slime.tools.rehearse.speeds import Size, shape_of, speeds_of
 if TYPE_CHECKING:
     from agl_slime.tools.rehearse.megatron.steps import Steps
 
-_MOST = 2_000_000  # rollouts of a batch times engines
+_MOST_SIMULATED = 2_000_000  # rollouts of a batch times engines
+_BAR_WIDTH = 64
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 
 
@@ -145,7 +146,7 @@ def _train(
 def _measures(args: Arguments, config: RehearseConfig) -> tuple[Speeds, Shape]:
     """The run's speeds and shape. Raises ``ConfigError`` where the flags have none, or too large ones."""
     shape = shape_of(args, mean_tokens=config.response_tokens, prompt_tokens=config.prompt_tokens)
-    if not (shape.groups > 0 < shape.size and shape.groups * shape.size * shape.engines <= _MOST):
+    if not (shape.groups > 0 < shape.size and shape.groups * shape.size * shape.engines <= _MOST_SIMULATED):
         sizes = f"{shape.groups} x {shape.size} rollouts on {shape.engines} engines"
         raise ConfigError(f"{sizes} are none, or too many to simulate; correct the flags")
     measured = {name: value for name, value in asdict(config.speeds).items() if value is not None}
@@ -188,15 +189,14 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def _timeline(forecast: Forecast, width: int = 64) -> list[str]:
+def _timeline(forecast: Forecast) -> list[str]:
     """The first steps as bars: ``.`` waits for rollouts, ``T`` trains, ``u`` updates weights."""
-    steps = forecast.steps[:4]
-    scale, ended, bar = width / steps[-1].synced, 0.0, ""
+    steps, bar = forecast.steps[:4], ""
+    seconds = steps[-1].synced
     for step in steps:
         for until, mark in ((step.began, "."), (step.trained, "T"), (step.synced, "u")):
-            bar += mark * max(0, round(until * scale) - len(bar))
-        ended = step.synced
-    return [f"Trainer, first {len(steps)} steps, {ended:,.0f} s (. waits, T trains, u updates weights)", f"  {bar}"]
+            bar += mark * max(0, round(_BAR_WIDTH * until / seconds) - len(bar))
+    return [f"Trainer, first {len(steps)} steps, {seconds:,.0f} s (. waits, T trains, u updates weights)", f"  {bar}"]
 
 
 def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
@@ -223,15 +223,15 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
 
 def main(arguments: list[str]) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used, ``AglSlimeError`` where the script breaks."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    config = parse_flags(RehearseConfig, prog="agl-slime rehearse", arguments=arguments[:end])
+    ours, script_arguments = split_at_dashes(arguments)
+    config = parse_flags(RehearseConfig, prog="agl-slime rehearse", arguments=ours)
     if min(config.nodes, config.gpus_per_node) < 1:
         raise ConfigError("--nodes and --gpus-per-node must be at least 1")
     if (slime_dir := config.slime_dir or os.environ.get("SLIME_DIR")) is None:
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
-        slime_dir, script_arguments = Path(slime_dir).resolve(), arguments[end + 1 :]
+        slime_dir = Path(slime_dir).resolve()
         rehearsal = rehearse(config, script_arguments, slime_dir=slime_dir, tokenizer=LOOKUP_POLICY, scratch=scratch)
         settings = asdict(replace(config, slime_dir=slime_dir))
         run = open_run_dir(config.output_dir, agent=config.script.stem, settings=settings, overwrite=config.overwrite)

@@ -28,23 +28,23 @@ STUBBED = (
     *("hostname", "scontrol", "scancel", "squeue", "nc", "ping", "tail", "watch"),
 )
 DRIVERS = ("train.py", "train_async.py")
-PLACE = "/root/slime"
+IMAGE_SLIME_DIR = "/root/slime"
 """Where slime's image has slime, and its scripts look for it."""
 _STUB = Path(__file__).parent / "programs" / "stub.py"
-_SECONDS, _REPEATED = 120.0, 300
+_LIMIT_S, _REPEATS = 120.0, 300
 _QUOTED = re.compile(r"""\\.|"(?:\\.|[^"\\])*"|'[^']*'|(?<!\S)#[^\n]*""", re.DOTALL)
-_LITERAL = re.compile(r"<<-?\s*(['\"\\])(\w+)['\"]?.*?^\s*\2$", re.DOTALL | re.MULTILINE)
-_UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
+_HEREDOC = re.compile(r"<<-?\s*(['\"\\])(\w+)['\"]?.*?^\s*\2$", re.DOTALL | re.MULTILINE)
+_READ = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
 _SET = re.compile(r"(?:^|[\s;(])(?:(?:export|local|readonly|declare)\s+)?([A-Za-z_][A-Za-z0-9_]*)(?:\[[^]\n]*\])?\+?=")
-_LOOPED = re.compile(r"\b(?:for|printf\s+-v|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
+_SET_BY_COMMAND = re.compile(r"\b(?:for|printf\s+-v|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
 _TESTED = re.compile(r"-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)")
 # an unset variable is a false comparison there; in [ ] an unquoted one is an error
 _COMPARED = re.compile(r"\[\[ .*? \]\]|\bcase\s+\S+\s+in\b|(?<![\w$])\[ (?:\"[^\"\n]*\"|[^]\s$]+|[ \t])+\]")
-_SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
-_SHELLS |= {"NF", "NR"}  # awk's
+_BUILT_IN = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS"}
+_BUILT_IN |= {"OPTARG", "NF", "NR"}  # the latter two are awk's
 # others may write the paths that they name
-_NOT_MADE = {"rm", "rmdir", "mkdir", "touch", "chmod", "chown", "pkill", "ssh"}
-_VALUED = set("bcDEeFIiJLlmOopQRSWw")  # ssh's and pdsh's options with a value
+_NOT_WRITERS = {"rm", "rmdir", "mkdir", "touch", "chmod", "chown", "pkill", "ssh"}
+_OPTIONS_WITH_VALUE = set("bcDEeFIiJLlmOopQRSWw")  # ssh's and pdsh's options with a value
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Played:
         writers = {
             str(Path(command.cwd, word.rpartition("=")[2])): " ".join(command.argv)[:80]
             for training, command in candidates
-            if training is not trainings[rank] and command.argv[0] not in _NOT_MADE
+            if training is not trainings[rank] and command.argv[0] not in _NOT_WRITERS
             for word in command.argv[1:]
         }
         return replace(trainings[rank], writers=writers)
@@ -176,7 +176,7 @@ def play(
         raise ConfigError(f"{script} is no bash script ({shebang[:40]!r}); give the script that starts slime")
     if text.count("\r\n") * 2 > text.count("\n"):
         raise ConfigError(f"{script} has lines that end in CR LF: run sed -i 's/\\r$//' on it, as bash keeps the CR")
-    mapped = {PLACE: slime_dir} if slime_dir is not None and not os.path.exists(PLACE) else {}
+    mapped = {IMAGE_SLIME_DIR: slime_dir} if slime_dir is not None and not os.path.exists(IMAGE_SLIME_DIR) else {}
     environ = {**(_slurm(nodes, gpus) if "#SBATCH" in text else {}), **environ}
     settings = {"gpus": gpus, "nodes": nodes, "python": sys.executable, "sandbox": sandbox}
 
@@ -220,13 +220,13 @@ def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]
             commands.append(command)
             defined.update(words)
             counts[command.argv] += 1
-        most = max(counts, key=lambda argv: (counts[argv] >= _REPEATED, argv[0] != "sleep", counts[argv]), default=())
-        if counts[most] < _REPEATED:
+        most = max(counts, key=lambda argv: (counts[argv] >= _REPEATS, argv[0] != "sleep", counts[argv]), default=())
+        if counts[most] < _REPEATS:
             return ""
         return f"it has repeated `{' '.join(most)[:80]}` {counts[most]} times and waits for an answer that never comes"
 
     command, places, needs = ["bash", *script], [Path.cwd(), Path(script[0]).parent], [text, sys.prefix]
-    ended = box.run(command, env={**environ, **stub_env}, places=places, needs=needs, seconds=_SECONDS, check=read_log)
+    ended = box.run(command, env={**environ, **stub_env}, places=places, needs=needs, seconds=_LIMIT_S, check=read_log)
     read_log()
     words = [line for line in ended.output.splitlines() if line.strip()]
     played = Played(tuple(commands), ended.code, "\n".join(words[-5:]), isolated=box.sandbox, reason=ended.reason)
@@ -263,10 +263,10 @@ def _unset_variables(text: str, environ: Mapping[str, str], *, compared: bool) -
     """Variables that the script reads without a default or a test, and neither sets nor gets; with or without the ones
     that it only compares."""
     text = "\n".join(line for line in text.splitlines() if "PYTHONPATH" not in line)  # where an empty part is no harm
-    text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _LITERAL.sub("", text))
-    defaulted = {name for name, default in _UNSET.findall(text) if default}
-    assigned = {*_SET.findall(text), *_LOOPED.findall(text), *_TESTED.findall(text)} | defaulted | _SHELLS
-    for name in dict.fromkeys(name for name, _ in _UNSET.findall(text if compared else _COMPARED.sub(" ", text))):
+    text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _HEREDOC.sub("", text))
+    defaulted = {name for name, default in _READ.findall(text) if default}
+    assigned = {*_SET.findall(text), *_SET_BY_COMMAND.findall(text), *_TESTED.findall(text)} | defaulted | _BUILT_IN
+    for name in dict.fromkeys(name for name, _ in _READ.findall(text if compared else _COMPARED.sub(" ", text))):
         if name.isupper() and name not in assigned and name not in environ and not name.endswith("_ARGS"):
             yield name
 
@@ -286,7 +286,7 @@ def _hosts(command: Command) -> list[str]:
     words, valued = iter(command.argv[1:]), ""
     for word in words:
         if word.startswith("-"):
-            valued = next(words, "") if len(word) == 2 and word[1] in _VALUED else word[2:]
+            valued = next(words, "") if len(word) == 2 and word[1] in _OPTIONS_WITH_VALUE else word[2:]
             if word[:2] == "-w":  # pdsh's
                 return valued.split(",")
         else:

@@ -143,14 +143,14 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
     """The rows of a train dump, each with the key of its Sample (``key_of``), from files of 624b824 and from older ones
     with columns per rank. Invalid rows are left out."""
     data = value.get("rollout_data")
-    rows, whole = value.get("samples"), value.get("raw_reward")
+    rows, raw_rewards = value.get("samples"), value.get("raw_reward")
     if isinstance(data, dict):
         length = len(lengths) if isinstance(lengths := data.get("response_lengths"), list) else 0
         columns = {name: column for name, column in data.items() if isinstance(column, list) and len(column) == length}
         rows = [{name: column[index] for name, column in columns.items()} for index in range(length)]
         for row, place in zip(rows, columns.get("partition", ()), strict=False):
             row["rollout_position"] = place
-        whole = data.get("raw_reward")
+        raw_rewards = data.get("raw_reward")
     for row in rows if isinstance(rows, list) else ():
         if not isinstance(row, dict) or (tokens := numbers(row.get("tokens"), "iu")) is None:
             continue
@@ -158,7 +158,8 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
         mask = numbers(row.get("loss_masks"), "iub")
         if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
             continue
-        raw = whole[place] if isinstance(whole, list) and type(place) is int and 0 <= place < len(whole) else None
+        has_raw = isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards)
+        raw = raw_rewards[place] if has_raw else None
         columns = {name: numbers(row.get(column), "f", length=length) for name, column in _COLUMNS.items()}
         reward = _number(row.get("rewards"))
         yield (

@@ -69,7 +69,7 @@ async def try_task(
         raise ConfigError(f"--task must be from 0 to {MOST_TASKS - 1}, got {task}")
     settings = {"rollout_timeout": _A_DAY_S, "agent": agent, **settings}
     if model is None and settings.get("openai_url") is None:
-        model = await _unnamed_model(settings)
+        model = await _default_model(settings)
     models = () if model is None else (model,)
     ready = await prepare(command_config(EvalConfig, models=models, n_tasks=task + 1, **settings))
     if task >= len(ready.tasks):
@@ -81,8 +81,8 @@ async def try_task(
         raise AglSlimeError("the rollout failed: it would not be trained on")
 
 
-async def _unnamed_model(settings: Mapping[str, Any]) -> Path:
-    from agl_slime.cli.start import unnamed_model
+async def _default_model(settings: Mapping[str, Any]) -> Path:
+    from agl_slime.cli.start import default_model
     from agl_slime.engine.client.client import SGLangClient
 
     settings_of_agent = {name: settings[name] for name in ("agent", "env") if settings.get(name) is not None}
@@ -90,7 +90,7 @@ async def _unnamed_model(settings: Mapping[str, Any]) -> Path:
     if (url := settings.get("sglang_url")) is not None:
         async with SGLangClient(base_url=url) as client:
             described = await client.probe()
-    return unnamed_model(config, None if "env" in settings_of_agent else load_agent(config.agent), described)
+    return default_model(config, None if "env" in settings_of_agent else load_agent(config.agent), described)
 
 
 async def _roll_out(ready: Prepared, task: Any) -> MemberResult:

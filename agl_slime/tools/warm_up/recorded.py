@@ -56,9 +56,9 @@ async def _read(row: Mapping[str, Any], *, agent: SGLangLitAgent, model: str, nu
         session = await agent._open_session(task, {LLM_RESOURCE: LLM(endpoint="", model=model)}, rollout, tools)
         session._encoder = None  # no spans
         start = len(session.messages)
-        for place, (mine, theirs) in enumerate(zip(session.messages, messages, strict=False)):
-            if (mine["role"], mine["content"]) != (theirs["role"], theirs["content"]):
-                raise ConfigError(f"message {place + 1} is not the agent's, which is {mine['content']!r:.200}")
+        for number, (message, demonstrated) in enumerate(zip(session.messages, messages, strict=False), 1):
+            if (message["role"], message["content"]) != (demonstrated["role"], demonstrated["content"]):
+                raise ConfigError(f"message {number} is not the agent's, which is {message['content']!r:.200}")
         for message in messages[start:]:
             if message["role"] == "assistant":
                 recorded.answer = _answer(session, message)

@@ -217,8 +217,8 @@ def force_experts(model: Any, experts: Tensor | None) -> None:
             router.register_forward_hook(lambda module, _, output, layer=layer: _replay(module, output, model, layer))
     top_k = int(next(iter(routers_of(model).values())).top_k)
     shape = int(model.config.get_text_config().num_hidden_layers), top_k
-    if (given_shape := tuple(experts.shape[1:])) != shape:
-        raise TrainerError(f"rollout_routed_experts are [*, layers, experts] = {given_shape}, not {shape}.")
+    if (actual := tuple(experts.shape[1:])) != shape:
+        raise TrainerError(f"rollout_routed_experts are [*, layers, experts] = {actual}, not {shape}.")
     setattr(model, _FORCED, experts)
 
 

@@ -67,8 +67,8 @@ _STATE_FILE = "trainer_state.pt"
 _STATE_FORMAT = 1
 
 
-class _FirstScores(NamedTuple):
-    """The policy's first scores of the tokens of a batch, ``[n_tokens]`` each; NaN for tokens without one yet."""
+class _Scores(NamedTuple):
+    """A policy's scores of the tokens of a batch, ``[n_tokens]`` each; NaN for tokens that are not scored yet."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -158,7 +158,7 @@ class LocalTrainer:
         self.on_progress: Callable[[float], None] | None = None
         """Called in the trainer's thread after each microbatch with the completed share of ``train``."""
         # in ids: a forward pass counts 1 per id, with a backward pass 3
-        self._done, self._planned = 0, 1
+        self._done_work, self._planned_work = 0, 1
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -191,34 +191,33 @@ class LocalTrainer:
         engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
         recompute = engine is None or self.settings.old_log_probs == "recompute"
         everything = self._microbatches(checked, range(checked.n_samples))
-        passes = recompute + (self._start_model is not None)
-        ratios = self.settings.loss == "gspo"
-        work = (len(micro.ids) * (passes + self.settings.epochs * (ratios + self._cost(micro))) for micro in everything)
-        self._done, self._planned = 0, sum(work)
+        by_sequence = self.settings.loss == "gspo"
+        passes, epochs = recompute + (self._start_model is not None), self.settings.epochs
+        work = (len(micro.ids) * (passes + epochs * (by_sequence + self._cost(micro))) for micro in everything)
+        self._done_work, self._planned_work = 0, sum(work)
         unscored = torch.full((checked.n_tokens,), math.nan, device=self._device)
         if recompute:
             first = self._score(self.model, everything, checked.n_tokens)
         else:
-            first = _FirstScores(unscored, unscored.clone())
+            first = _Scores(unscored, unscored.clone())
         old = first.log_probs if recompute or engine is None else engine
         if self._teacher_coef:
             checked, metrics["train/teacher_kl"] = self._with_teacher(checked, old)
         objective = self._objective(checked, old, engine, everything, n_minibatches=n_minibatches)
         objective.staleness = self._tensor(token_staleness(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
-        for epoch in range(self.settings.epochs):
+        for epoch in range(epochs):
             rng = np.random.default_rng((self._seed, iteration, epoch))
             for samples in split_minibatches(checked, n_minibatches=n_minibatches, rng=rng):
                 microbatches = self._microbatches(checked, samples)
                 if not microbatches:  # all tokens are masked
                     continue
-                if self.settings.loss == "gspo":  # a ratio of all the rollout's tokens, before any of its gradients
-                    ratios = self._score(self.model, microbatches, checked.n_tokens).log_probs - old
-                    objective.sequence_log_ratios = sequence_means(ratios, self._tensor(checked.token_rollouts))
+                if by_sequence:  # a ratio of all the rollout's tokens, before any of its gradients
+                    log_ratios = self._score(self.model, microbatches, checked.n_tokens).log_probs - old
+                    objective.sequence_log_ratios = sequence_means(log_ratios, self._tensor(checked.token_rollouts))
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
-                steps.append(
-                    self._step(microbatches, objective.loss, first if not (recompute or epoch) else None, place)
-                )
+                fill = None if recompute or epoch else first  # the first pass over a token scores it
+                steps.append(self._step(microbatches, objective.loss, fill, place))
                 if len(steps) == 1:
                     metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
                     if engine is not None:
@@ -253,7 +252,7 @@ class LocalTrainer:
         self._set_threads()
         batch = self._check(samples)
         microbatches = self._microbatches(batch, range(batch.n_samples))
-        self._done, self._planned = 0, sum(len(micro.ids) * self._cost(micro) for micro in microbatches)
+        self._done_work, self._planned_work = 0, sum(len(micro.ids) * self._cost(micro) for micro in microbatches)
         place = f"step {self.steps + 1}"
         return self._step(microbatches, lambda _, log_probs: -log_probs.sum() / batch.n_tokens, None, place)[0]
 
@@ -264,7 +263,7 @@ class LocalTrainer:
         self._set_threads()
         checked = self._check(samples)
         microbatches = self._microbatches(checked, range(checked.n_samples))
-        self._done, self._planned = 0, sum(len(micro.ids) for micro in microbatches)
+        self._done_work, self._planned_work = 0, sum(len(micro.ids) for micro in microbatches)
         scores = self._score(self.model, microbatches, checked.n_tokens)
         return np.split(scores.log_probs.cpu().numpy(), checked.token_offsets[1:-1])
 
@@ -350,17 +349,17 @@ class LocalTrainer:
         self,
         microbatches: list[MicroBatch],
         loss_of: Callable[[Tensor, Tensor], Tensor],
-        first: _FirstScores | None,
+        scores: _Scores | None,
         place: str,
     ) -> tuple[float, float]:
         """One optimizer step; returns the loss and the norm of the gradient, and writes the tokens' scores to
-        ``first``."""
+        ``scores``."""
         total = 0.0
         try:
             for micro in microbatches:
-                total += self._loss(micro, loss_of, first, place)
+                total += self._loss(micro, loss_of, scores, place)
                 self._progressed(len(micro.ids) * self._cost(micro))
-            if not any(self._cost(micro) > 1 for micro in microbatches):
+            if not any(map(self._has_gradient, microbatches)):
                 for parameter in self._trained:  # AdamW skips its momentum without a gradient
                     parameter.grad = torch.zeros_like(parameter)
             norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.settings.grad_clip))
@@ -376,7 +375,7 @@ class LocalTrainer:
         return total, norm
 
     def _loss(
-        self, micro: MicroBatch, loss_of: Callable[[Tensor, Tensor], Tensor], first: _FirstScores | None, place: str
+        self, micro: MicroBatch, loss_of: Callable[[Tensor, Tensor], Tensor], scores: _Scores | None, place: str
     ) -> float:
         """The loss of ``micro``, by ``loss_of`` (indices in the batch, log-probs); its gradient is added to the
         weights' gradients.
@@ -384,29 +383,29 @@ class LocalTrainer:
         The loss is a sum over tokens. Chunks of tokens go through output layer and loss and back immediately, so their
         logits are computed once and freed; then all go back through the layers together.
         """
-        total, trained = 0.0, self._cost(micro) > 1
-        with torch.set_grad_enabled(trained):
+        total, has_gradient = 0.0, self._has_gradient(micro)
+        with torch.set_grad_enabled(has_gradient):
             with self._computing:
                 hidden = hidden_at(self.model, micro)
-            cut = hidden.detach().requires_grad_(trained)
+            cut = hidden.detach().requires_grad_(has_gradient)
             for index, log_probs, entropy in self._pieces(self.model, micro, cut):
                 loss = loss_of(index, log_probs)
                 if not math.isfinite(value := loss.item()):
                     raise TrainerError(f"the loss of {place} is {value}; no step was taken on it. Lower lr.")
                 total += value
-                if trained:
+                if has_gradient:
                     loss.backward()
-                if first is not None:
-                    first.log_probs[index] = log_probs.detach().to(first.log_probs.dtype)
-                    first.entropy[index] = entropy.to(first.entropy.dtype)
-            if trained:
+                if scores is not None:
+                    scores.log_probs[index] = log_probs.detach().to(scores.log_probs.dtype)
+                    scores.entropy[index] = entropy.to(scores.entropy.dtype)
+            if has_gradient:
                 hidden.backward(cut.grad)
         return total
 
     @torch.no_grad()
-    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _FirstScores:
+    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _Scores:
         """Log-prob and entropy of every token under the mask, in the order of the batch."""
-        scores = _FirstScores(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
+        scores = _Scores(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
         for micro in microbatches:
             with self._computing:
                 hidden = hidden_at(model, micro)
@@ -437,15 +436,18 @@ class LocalTrainer:
             del logits  # else they stay in memory until the next chunk's exist
             yield index, log_probs, entropy
 
+    def _has_gradient(self, micro: MicroBatch) -> bool:
+        """Without an advantage and a KL term the gradient is 0, and there is no backward pass."""
+        return bool(micro.has_advantage or self.settings.kl_coef or self.reference or self._teacher_coef)
+
     def _cost(self, micro: MicroBatch) -> int:
-        """Cost in forward passes; a backward pass adds two. Without an advantage and a KL term the gradient is 0, and
-        there is none."""
-        return 3 if micro.has_advantage or self.settings.kl_coef or self.reference or self._teacher_coef else 1
+        """Cost in forward passes; a backward pass adds two."""
+        return 3 if self._has_gradient(micro) else 1
 
     def _progressed(self, ids: int) -> None:
-        self._done += ids
+        self._done_work += ids
         if self.on_progress is not None:
-            self.on_progress(min(1.0, self._done / self._planned))
+            self.on_progress(min(1.0, self._done_work / self._planned_work))
 
     def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
         size = self.settings.max_tokens_per_microbatch

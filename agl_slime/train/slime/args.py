@@ -37,11 +37,14 @@ _SAMPLING_OF_SETS = {name: name for name in ("repetition_penalty", "skip_special
 
 _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
-# settings that are fields of another room's class
+# settings that are fields of another settings class
 _PATHS = {name: f"controller.{name}" for name in ("env_map", "job_template")}
 _PATHS |= {f"controller_{name}": f"controller.{name}" for name in ("python", "host", "port", "log")}
 _PATHS |= {name: f"loop.{name}" for name in ("max_attempts", "rollout_timeout_s", "eval_rollouts", "task_sampling")}
 _PATHS |= {f"group_{name}": f"group.{name}" for name in ("max_retries", "timeout_s")}
+# fields that slime's flags decide
+_FROM_FLAGS = {"prompt_data", "model", "sampling", "blocking"}
+_FROM_FLAGS |= {f"eval_{name}" for name in ("sampling", "sets", "samples", "whole")}
 _LOOP = {"max_attempts": 2, "rollout_timeout_s": 1800.0}
 """Defaults of slime's own loop, other than ours."""
 
@@ -181,8 +184,8 @@ class PluginSettings(BaseModel):
                 raise ConfigError(f"agl_max_attempts {self.loop.max_attempts}: a controller runs one attempt; {fix}")
             return
         for name, path in _PATHS.items():
-            room, _, field = path.partition(".")
-            if room == "controller" and getattr(self.controller, field) != getattr(ControllerSettings(), field):
+            section, _, field = path.partition(".")
+            if section == "controller" and getattr(self.controller, field) != getattr(ControllerSettings(), field):
                 raise ConfigError(f"agl_{name} is for a controller only; set agl_runners: controller, or leave it out")
 
     @classmethod
@@ -194,9 +197,9 @@ class PluginSettings(BaseModel):
         for name in (*(cls.model_fields.keys() - values.keys()), *_PATHS):
             value = getattr(args, f"agl_{name}", None)
             if value is not None or (value := environ.get(f"AGL_SLIME_{name.upper()}")):
-                room, _, field = _PATHS.get(name, name).rpartition(".")
-                section = values[room] if room else values
-                section[field] = _split_words(value) if name == "env_map" else value
+                section, _, field = _PATHS.get(name, name).rpartition(".")
+                target = values[section] if section else values
+                target[field] = _split_words(value) if name == "env_map" else value
         values["loop"]["rollout_batch_size"] = getattr(args, "rollout_batch_size", None) or 1
         values["loop"]["seed"] = getattr(args, "rollout_seed", None) or 0
         if values.get("store_url") is not None and values.get("agent") is not None:
@@ -231,18 +234,8 @@ class PluginSettings(BaseModel):
 
 def setting_names() -> set[str]:
     """The names of all settings, ``agl_…``."""
-    of_slime = {
-        "prompt_data",
-        "model",
-        "sampling",
-        "eval_sampling",
-        "eval_sets",
-        "eval_samples",
-        "eval_whole",
-        "blocking",
-    }
-    rooms = {path.partition(".")[0] for path in _PATHS.values()}
-    return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - of_slime - rooms}
+    sections = {path.partition(".")[0] for path in _PATHS.values()}
+    return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - _FROM_FLAGS - sections}
 
 
 def prompt_data(args: Any) -> PromptData | None:

@@ -76,21 +76,22 @@ class Connection(Producer):
         seed, learnable = settings.loop.seed, settings.loop.learnable
         in_order = data is not None and not data.shuffle and not learnable
         source = ordered_tasks(tasks) if in_order else tasks or make_task
-        drawn = None if source is None else as_task_source(source, seed=seed, learnable=learnable)
-        self.tasks = TaskCursor(drawn, named=False) if drawn is not None else None
+        self.tasks: TaskCursor | None = None
+        if source is not None:
+            self.tasks = TaskCursor(as_task_source(source, seed=seed, learnable=learnable), named=False)
         self.evals: list[Evaluation] = []
         for eval_set in settings.eval_sets:
-            lines = eval_set.data.read(tokenizer, flag=f"evaluation data set {eval_set.name}:")
-            # the rollouts of a line in succession, as slime's pass rate counts them
-            held_out = ValidationTasks(ordered_tasks(lines), n=len(lines), times=eval_set.samples)
-            self.evals.append(Evaluation(eval_set.name, held_out, eval_set.sampling))
+            rows = eval_set.data.read(tokenizer, flag=f"evaluation data set {eval_set.name}:")
+            # the rollouts of a row in succession, as slime's pass rate counts them
+            eval_tasks = ValidationTasks(ordered_tasks(rows), n=len(rows), times=eval_set.samples)
+            self.evals.append(Evaluation(eval_set.name, eval_tasks, eval_set.sampling))
         path, n, times = settings.eval_tasks, settings.loop.eval_rollouts, settings.eval_samples
-        drawn = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")
-        if drawn is not None and not self.evals:
+        eval_source = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")
+        if eval_source is not None and not self.evals:
             if n % times:
                 raise ConfigError(f"agl_eval_rollouts {n} is no multiple of --n-samples-per-eval-prompt {times}")
-            held_out = ValidationTasks(as_task_source(drawn, seed=seed + 1), n=n // times, times=times)
-            self.evals.append(Evaluation("agl", held_out))
+            eval_tasks = ValidationTasks(as_task_source(eval_source, seed=seed + 1), n=n // times, times=times)
+            self.evals.append(Evaluation("agl", eval_tasks))
         if self._runner is not None and self.tasks is None:
             fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
             agent_name = settings.agent or settings.controller.job_template

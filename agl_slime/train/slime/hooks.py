@@ -52,12 +52,12 @@ def generate_rollout(
     if (saved := getattr(data_source, "kept_batch", lambda _: None)(rollout_id)) is not None:
         return RolloutFnTrainOutput(samples=saved)
     getattr(data_source, "begin_rollout", lambda _: None)(rollout_id)
-    batch, everything, dropped = _collect_groups(args, rollout_id, data_source)
+    batch, all_groups, dropped = _collect_groups(args, rollout_id, data_source)
     batch.sort(key=_draw)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
         resolve_name(path)(args, batch)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
-        resolve_name(path)(args, everything, data_source)
+        resolve_name(path)(args, all_groups, data_source)
     batch = getattr(data_source, "keep_batch", lambda _, groups: groups)(rollout_id, batch)
     metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
     metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
@@ -93,7 +93,7 @@ def _collect_groups(
     path = getattr(args, "dynamic_sampling_filter_path", None)
     keep = resolve_name(path) if path is not None else lambda args, group: True
     batch: list[list[Sample]] = []
-    everything: list[list[Sample]] = []
+    all_groups: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
     demand, reject = (getattr(data_source, name, lambda *_: None) for name in ("demand", "reject"))
     try:
@@ -108,7 +108,7 @@ def _collect_groups(
                     raise DataSourceError(f"the data source returned unsampled placeholders: {fix}")
                 _check_log_probs(args, group)
                 check_replayed(args, group)
-                everything.append(group)
+                all_groups.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):
                     batch.append(group)
@@ -122,7 +122,7 @@ def _collect_groups(
         if batch:
             data_source.add_samples(batch)
         raise
-    return batch, everything, dropped
+    return batch, all_groups, dropped
 
 
 def _check_log_probs(args: Any, group: Sequence[Any]) -> None:

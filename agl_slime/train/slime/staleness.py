@@ -43,7 +43,7 @@ class StalenessController:
         self._start: int | None = None  # the engine's version after 0 steps
         self.version: int | None = None
         """The version that the engines reported last."""
-        self._first = self._next = 0
+        self._first_rollout = self._next_number = 0
         self._in_flight: dict[str, int] = {}  # numbers of groups by group id
         self._ready: dict[str, int] = {}  # numbers of groups by the group's first rollout
         self._steps: dict[str, int] = {}  # admission steps of a loaded state's groups, oldest first
@@ -64,7 +64,7 @@ class StalenessController:
         admitted them under a higher limit."""
         admission, begins = self._admission, not self.active
         if begins:
-            self._delivery, self._first = delivery, rollout_id
+            self._delivery, self._first_rollout = delivery, rollout_id
             admission.advance(rollout_id)
             ready = dict.fromkeys(map(first_rollout, delivery.ready))
             order = {name: place for place, name in enumerate(self._steps)}
@@ -75,7 +75,7 @@ class StalenessController:
         admission.taken = rollout_id * self._batch_size
         admission.advance(rollout_id - 1)  # at least: slime requests at most one rollout ahead of training
         if begins and admission.late():
-            fault = f"the saved state holds {self._next} groups that were admitted under a higher limit"
+            fault = f"the saved state holds {self._next_number} groups that were admitted under a higher limit"
             fix = "resume with the limit of its run"
             raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {fault}; {fix}")
         self.pace()
@@ -93,7 +93,7 @@ class StalenessController:
             return
         self.version = int(version)
         if self._start is None:
-            self._start = self.version - self._first
+            self._start = self.version - self._first_rollout
         admission.advance(self.version - self._start)
         if rollout_id is not None and (behind := rollout_id - admission.step) > self._max_staleness:
             request = f"slime requests rollout {rollout_id} while weights after {admission.step} steps are in use"
@@ -150,7 +150,7 @@ class StalenessController:
         self._steps = dict(state)
 
     def _admit(self, name: str) -> None:
-        self._in_flight[name], self._next = self._next, self._next + 1
+        self._in_flight[name], self._next_number = self._next_number, self._next_number + 1
         step = self._admission.step
         self._admission.admit(self._in_flight[name], step=min(step, self._steps.get(name, step)))
 

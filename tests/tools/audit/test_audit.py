@@ -230,8 +230,8 @@ def test_only_slime_runs_may_continue_from_another_directory(tmp_path: Path, sli
 @pytest.mark.parametrize(
     ("versions", "wrong"),
     [
-        (["1", "1", "3"], []),  # untrained iterations of older runs took a number
-        (["1", "1", "4"], ["3"]),
+        (["1", "1", "2"], []),
+        (["1", "1", "3"], ["3"]),
         (["1", "2", "2"], ["2"]),
     ],
 )

@@ -20,7 +20,7 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.tools.rehearse import box, script
 from agl_slime.tools.rehearse.checks import OURS, Nodes, check, check_script
 from agl_slime.tools.rehearse.parsing import Parsed, parse, unread_flags
-from agl_slime.tools.rehearse.script import PLACE, Command, Played, Training
+from agl_slime.tools.rehearse.script import IMAGE_SLIME_DIR, Command, Played, Training
 from tests.harness.waiting import becomes_true
 
 
@@ -223,11 +223,11 @@ def test_what_a_script_makes_is_there_for_it_alone(tmp_path: Path, scratch: Path
 
 
 @needs_box
-@pytest.mark.skipif(os.path.exists(PLACE), reason=f"{PLACE} is there")
+@pytest.mark.skipif(os.path.exists(IMAGE_SLIME_DIR), reason=f"{IMAGE_SLIME_DIR} is there")
 def test_a_script_finds_slime_where_its_image_has_it(tmp_path: Path, scratch: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "a.sh").write_text("MODEL_ARGS=(--num-layers 7)\n")
-    text = f"set -e\nsource {PLACE}/models/a.sh\ncd {PLACE}\npython3 train.py ${{MODEL_ARGS[@]}}\n"
+    text = f"set -e\nsource {IMAGE_SLIME_DIR}/models/a.sh\ncd {IMAGE_SLIME_DIR}\npython3 train.py ${{MODEL_ARGS[@]}}\n"
     training = play(write(tmp_path, text), gpus=8, scratch=scratch, slime_dir=tmp_path).training
     assert training is not None
     assert training.flags == ("--num-layers", "7")
@@ -256,8 +256,8 @@ def test_a_script_finds_slime_where_its_image_has_it(tmp_path: Path, scratch: Pa
 def test_waiting_and_output_end(
     text: str, why: str, trained: bool, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "_REPEATED", 10)
-    monkeypatch.setattr(script, "_SECONDS", 3.0 if ":;" in text else 60.0)
+    monkeypatch.setattr(script, "_REPEATS", 10)
+    monkeypatch.setattr(script, "_LIMIT_S", 3.0 if ":;" in text else 60.0)
     monkeypatch.setitem(box._LIMITS, "FSIZE", 2**20)
     played = play(write(tmp_path, f"{text}\npython3 train.py --lr $?\n"), gpus=8, nodes=2, scratch=scratch)
     assert played.reason.startswith(why), played

@@ -97,7 +97,7 @@ def test_a_missing_dependency_is_no_older_version(tmp_path: Path, monkeypatch: p
         ("needy_slime", MissingDependencyError, "needs none_of_this, which is not installed"),
         ("older_slime.utils", UnknownVersionError, "has no pop_oldest: looked for it in older_slime.utils"),
     ):
-        monkeypatch.setitem(slime._PLACES, "pop_oldest", (place,))
+        monkeypatch.setitem(slime._MODULES, "pop_oldest", (place,))
         with pytest.raises(error, match=text):
             slime.find("pop_oldest")
 
