@@ -207,6 +207,6 @@ class WorkerPool(RunnerPool):
         return reason
 
     def _lost(self, reason: str) -> None:
-        if not self._supervisor.stopping and not self._supervisor.places:
+        if not self._supervisor.stopping and not self._supervisor.supervised:
             error = LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}")
             self._supervisor.fail(error)
