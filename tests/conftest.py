@@ -21,6 +21,7 @@ __all__ = ["browser", "page"]  # fixtures
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # deterministic engines also run in threads of this process
 
 try:
     from tests.harness.examples import quick

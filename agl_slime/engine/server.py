@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -349,6 +350,9 @@ def load_server(
     """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is by default 1 for
     a model so small that more are slower, else ``cores``, by default the cores that this process may use. Raises
     ``ConfigError``."""
+    if limits.get("deterministic"):
+        # MKL reads it at its first product; in this mode a row's result does not depend on the number of rows
+        os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging

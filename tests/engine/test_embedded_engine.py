@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.requests import Request, Sampling, parse_generate
 from agl_slime.errors import ConfigError, EngineError
 from tests.harness.examples import examples
@@ -258,6 +259,16 @@ def test_deterministic_answers_need_a_model_without_experts(tmp_path: Path) -> N
 
     with pytest.raises(ConfigError, match=r"deterministic: .*expert"):
         load_server(str(save_moe(tmp_path)), token=None, deterministic=True)
+
+
+def test_a_deterministic_engine_sets_the_mode_of_mkl_that_it_needs(policy_dir: Path, monkeypatch: Any) -> None:
+    """In a process of its own, as MKL reads the mode once. On some processors an engine without it is refused."""
+    monkeypatch.delenv("MKL_CBWR")
+    engine = EmbeddedEngine(policy_dir, deterministic=1)
+    try:
+        engine.start()
+    finally:
+        engine.stop()
 
 
 def test_deterministic_logits_do_not_depend_on_the_number_of_threads(policy_dir: Path) -> None:

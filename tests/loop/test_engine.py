@@ -161,7 +161,8 @@ def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them(path:
         assert len(engine.seeds) == len(seeds[-1]) == 5
         assert max(seeds[-1]) < 2**31
     assert [len(each) for each in answers] == [4, 4, 4]
-    assert len(answers[0] & answers[1]) >= 3  # the member that had to be tried again may be another
+    assert len(seeds[0] & seeds[1]) >= 4  # of the first attempts
+    assert len(answers[0] & answers[1]) >= 2  # each run tries one member again, and not always the same
     assert not seeds[0] & seeds[2]
     with hello_engine() as engine:
         agent = HelloAgent(sampling=SamplingParams(max_new_tokens=8, seed=7))
