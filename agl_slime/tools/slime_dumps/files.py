@@ -158,8 +158,9 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
         mask = numbers(row.get("loss_masks"), "iub")
         if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
             continue
-        has_raw = isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards)
-        raw = raw_rewards[place] if has_raw else None
+        raw = None
+        if isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards):
+            raw = raw_rewards[place]
         columns = {name: numbers(row.get(column), "f", length=length) for name, column in _COLUMNS.items()}
         reward = _number(row.get("rewards"))
         yield (
