@@ -47,7 +47,7 @@ class Engine:
     prompt and response together, by default the model's; ``max_total_tokens`` bounds the KV cache, by
     default to a quarter of the machine's memory; ``prefill_tokens`` limits one prefill, so that running rows do
     not wait long. Rows that no longer fit return to the queue, the newest first, and are prefilled again.
-    ``deterministic``: an answer depends on its prompt and seed alone, to the last bit (``slots.InvariantStep``).
+    ``deterministic``: an answer depends on its prompt and seed alone, to the last bit (``attention.InvariantStep``).
     """
 
     def __init__(

@@ -351,7 +351,7 @@ def load_server(
     a model so small that more are slower, else ``cores``, by default the cores that this process may use. Raises
     ``ConfigError``."""
     if limits.get("deterministic"):
-        # MKL reads it at its first product; in this mode a row's result does not depend on the number of rows
+        # MKL, which reads this at its first product, then computes a row alike beside any number of rows
         os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
