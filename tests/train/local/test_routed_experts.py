@@ -122,7 +122,7 @@ async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str,
 
 async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(served: tuple[str, Path], tmp_path: Path):
     url, directory = served
-    noisy = save_moe(tmp_path, family=family_of(directory), router_noise=0.005)
+    noisy = save_moe(tmp_path, family=family_of(directory), router_noise=0.02)
     prompts = prompts_of(32)  # answers of few prompts would leave the ratio between 0.2 and 0.8
     async with SGLangClient(base_url=url) as client:
         await client.update_weights_from_disk(str(noisy), "2")
