@@ -12,7 +12,7 @@ case "$name" in search) n=8 ;; repair) flags+=(--drop-zero-variance) ;; esac
 if [ "$name" = langgraph ]; then
   agent="$here/sql/langgraph_agent.py:answer_small" model="$dir/smollm2" flags+=(--max-new-tokens 96)
   python "$here/sql/sql_data.py" "$dir" foreign
-  mkdir "$model" && ln -s "$(agl-slime model smollm2)"/* "$model" # with a template that writes calls of tools
+  mkdir -p "$model" && ln -sf "$(agl-slime model smollm2)"/* "$model" # with a template that writes calls of tools
   ln -sf "$here/sql/tools.jinja" "$model/chat_template.jinja"
 else
   prompts=(--agent "$agent") flags+=(--max-new-tokens 64)
