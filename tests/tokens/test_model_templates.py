@@ -123,22 +123,23 @@ def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
 @dataclass(frozen=True)
 class History:
     """A conversation up to an answer as the template itself writes it: ``text`` without the end of the answer's turn,
-    ``bare`` the same without all thinking. ``stands``: the question did not change with the answer, whose thinking is
-    in the text."""
+    ``bare`` the same without all thinking, and without the answer's. ``stands``: the question did not change with the
+    answer, whose thinking is in the text."""
 
     text: str
-    bare: str
+    bare: tuple[str, str]
     stands: bool
 
     @classmethod
     def written(cls, template: ChatTemplate, question: Messages, messages: Messages) -> History:
         bare = [*map(template.fields.without_thinking, messages)]
-        text, without = (template.render(each, generation_prompt=False) for each in (messages, bare))
+        versions = messages, bare, [*messages[:-1], bare[-1]]
+        text, without, last = (template.render(each, generation_prompt=False) for each in versions)
         prompt = template.render_prompt(question).text
-        last = template.render([*messages[:-1], bare[-1]], generation_prompt=False)
         stands = squash(text).startswith(squash(prompt)) and (bare[-1] == messages[-1] or last != text)
         end = template.closing.strip()
-        return cls(text.strip().removesuffix(end), without.strip().removesuffix(end), stands)
+        text, without, last = (each.strip().removesuffix(end) for each in (text, without, last))
+        return cls(text, (without, last), stands)
 
     def forks(self, template: ChatTemplate, messages: Messages) -> set[ForkReason | None]:
         """The possible reasons of a fork at a prompt with these messages."""
@@ -147,7 +148,7 @@ class History:
             return {None}
         marks = re.compile("|".join(map(re.escape, template.fields.marks)))  # some stay where thinking is dropped
         unmarked = squash(marks.sub("", template.render(messages, generation_prompt=True)))
-        dropped = unmarked.startswith(squash(marks.sub("", self.bare)))
+        dropped = unmarked.startswith(tuple(squash(marks.sub("", each)) for each in self.bare))
         return {ForkReason.DROPPED_THINKING if dropped else ForkReason.TEMPLATE}
 
 
