@@ -275,7 +275,8 @@ def run(policy: Path, variant: str, seed: int, options: argparse.Namespace) -> t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Which rule of credit finds the turn that decides?")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="how many, from --first-seed on")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--variants", nargs="+", default=VARIANTS)
     parser.add_argument("--goal", type=float, default=0.9)
     parser.add_argument("--iterations", type=int, default=80)
@@ -295,7 +296,7 @@ def main() -> None:
         if options.batches:
             gradients(policy, options)
             return
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             for variant in options.variants:
                 rows[variant].append(row := run(policy, variant, seed, options))
                 figures = f"mass {row[1]:.2f}, {row[2]:.2f}, held-out {row[3]:.2f}, load {os.getloadavg()[0]:.0f}"
