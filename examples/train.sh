@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
 # SmolLM2-135M on a recipe: its data, a warm-up on demonstrations, then training.
 #
-#   bash examples/train.sh sql|search|repair|langgraph DIRECTORY [flags of train.py]
+#   bash examples/train.sh sql|search|repair DIRECTORY [flags of train.py]
+#   bash examples/train.sh langgraph|openai|mini DIRECTORY [flags of train.py]
 #
-# langgraph is LangChain's agent on the questions of sql.
+# The second line trains another agent on the tasks: LangChain's on those of sql, OpenAI's on search, mini-swe-agent on repair.
 set -euo pipefail
-name="$1" dir="$2" here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" model=smollm2
-agent="$here/$name/${name}_agent.py:Small${name^}Agent" prompts=()
-n=12 flags=(--local.no-std-normalization) # iterations, and groups of each
-case "$name" in search) n=8 ;; repair) flags+=(--drop-zero-variance) ;; esac
-if [ "$name" = langgraph ]; then
-  agent="$here/sql/langgraph_agent.py:answer_small" model="$dir/smollm2" flags+=(--max-new-tokens 96)
-  python "$here/sql/sql_data.py" "$dir" foreign
+dir="$2" here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)" foreign=""
+case "$1" in
+  langgraph) recipe=sql foreign=langgraph_agent.py:answer_small ;;
+  openai) recipe=search foreign=openai_agent.py:answer_small ;;
+  mini) recipe=repair foreign=mini_agent.py:repair_small ;;
+  *) recipe="$1" ;;
+esac
+n=12 flags=(--local.no-std-normalization) # n iterations of n groups
+case "$recipe" in search) n=8 ;; repair) flags+=(--drop-zero-variance) ;; esac
+if [ "$foreign" ]; then
+  model="$dir/smollm2" agent="$here/$recipe/$foreign" prompts=() flags+=(--max-new-tokens 96)
+  python "$here/$recipe/${recipe}_data.py" "$dir" foreign
   mkdir -p "$model" && ln -sf "$(agl-slime model smollm2)"/* "$model" # with a template that writes calls of tools
-  ln -sf "$here/sql/tools.jinja" "$model/chat_template.jinja"
+  ln -sf "$here/tools.jinja" "$model/chat_template.jinja"
 else
-  prompts=(--agent "$agent") flags+=(--max-new-tokens 64)
-  python "$here/$name/${name}_data.py" "$dir" small
+  model=smollm2 agent="$here/$recipe/${recipe}_agent.py:Small${recipe^}Agent" prompts=(--agent "$agent") flags+=(--max-new-tokens 64)
+  python "$here/$recipe/${recipe}_data.py" "$dir" small
 fi
 agl-slime warm-up --model "$model" "${prompts[@]}" --demonstrations "$dir/demonstrations.jsonl" --output-dir "$dir/warm"
 agl-slime train --model "$dir/warm" --agent "$agent" --tasks "$dir/train.jsonl" --eval-tasks "$dir/held_out.jsonl" \

@@ -1,8 +1,9 @@
 """Functions with one planted fault each, tests that show it, and hidden tests.
 
-    python examples/repair/repair_data.py DIRECTORY [small]
+    python examples/repair/repair_data.py DIRECTORY [small|foreign]
 
-writes tasks as train.jsonl and held_out.jsonl (of other functions), and demonstrations.jsonl.
+writes tasks as train.jsonl and held_out.jsonl (of other functions), and demonstrations.jsonl: with ``foreign`` those of
+``mini_agent.repair_small``.
 """
 
 from __future__ import annotations
@@ -127,20 +128,28 @@ def tasks_of(functions: str, rng: random.Random) -> Iterator[dict[str, Any]]:
                     yield {**task, "prompt": "\n".join(shown)}
 
 
-def demonstration(agent: RepairAgent, task: dict[str, Any]) -> dict[str, Any]:
+def demonstration(agent: RepairAgent, task: dict[str, Any], *, foreign: bool = False) -> dict[str, Any]:
     """A conversation that repairs the function."""
     workspace, messages = Workspace(task), agent.build_prompt(task)
     lines = zip(task["source"].splitlines(), task["right"].splitlines(), strict=True)
     (edit,) = [{"line": number, "text": text} for number, (wrong, text) in enumerate(lines, 1) if wrong != text]
+    if foreign:
+        command = "sed -i '{line}c\\{text}' {name}.py".format(**edit, name=task["name"])
+        return {"messages": [*messages, calling(0, "bash", command=command)]}
     if isinstance(agent, SmallRepairAgent):
         return {"task": task, "messages": [*messages, {"role": "assistant", "content": "{line} {text}".format(**edit)}]}
-    calls: list[tuple[str, dict[str, Any]]] = [("read", {}), ("edit", edit), ("test", {})]
-    for name, arguments in calls:
-        call = {"id": f"call{len(messages):05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    steps: list[tuple[str, dict[str, Any]]] = [("read", {}), ("edit", edit), ("test", {})]
+    for name, arguments in steps:
+        messages.append(calling(len(messages), name, **arguments))
+        (call,) = messages[-1]["tool_calls"]
         result = getattr(workspace, name)(**arguments)
         messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
     return {"task": task, "messages": [*messages, {"role": "assistant", "content": "done"}]}
+
+
+def calling(number: int, name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def renamed(functions: str, word: str) -> str:
@@ -149,7 +158,7 @@ def renamed(functions: str, word: str) -> str:
     return functions.replace("number", word).replace("text", f"{word}_name")
 
 
-def main(directory: Path, agent: RepairAgent, *, seed: int = 0) -> None:
+def main(directory: Path, agent: RepairAgent, *, foreign: bool = False, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     functions = {"train": TRAIN * 8, "held_out": HELD_OUT * 4}
@@ -158,7 +167,8 @@ def main(directory: Path, agent: RepairAgent, *, seed: int = 0) -> None:
     tasks = {split: [*tasks_of(each, rng)] for split, each in functions.items()}
     for split, each in tasks.items():
         write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 40)])
+    demonstrations = [demonstration(agent, task, foreign=foreign) for task in rng.sample(tasks["train"], 40)]
+    write(directory / "demonstrations.jsonl", demonstrations)
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
@@ -166,4 +176,4 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), SmallRepairAgent() if "small" in sys.argv[2:] else RepairAgent())
+    main(Path(sys.argv[1]), SmallRepairAgent() if sys.argv[2:] else RepairAgent(), foreign="foreign" in sys.argv[2:])

@@ -1,9 +1,10 @@
 """Questions whose answers stand in the documentation of Python's own installation, and an index of its pages.
 
-    python examples/search/search_data.py DIRECTORY [small]
+    python examples/search/search_data.py DIRECTORY [small|foreign]
 
 writes pages.sqlite (a page per function and per topic of ``help()``), tasks as train.jsonl and held_out.jsonl, and
-demonstrations.jsonl. The held-out questions are about other modules. With ``small`` all questions ask for a default.
+demonstrations.jsonl. The held-out questions are about other modules. With ``small`` all questions ask for a default;
+``foreign`` makes the demonstrations of ``openai_agent.answer_small`` from them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def make_index(path: Path) -> None:
         connection.executemany("INSERT INTO pages VALUES (?, ?)", pages.items())
 
 
-def demonstration(agent: SearchAgent, task: dict[str, Any]) -> dict[str, Any]:
+def demonstration(agent: SearchAgent, task: dict[str, Any], *, foreign: bool = False) -> dict[str, Any]:
     """A conversation that searches, opens the page and answers."""
     library, messages = Library(task["index"], agent.page_chars), agent.build_prompt(task)
     query = re.sub(r"What is the default of|Which function of|has this description|\bin\b|\?", "", task["question"])
@@ -81,10 +82,10 @@ def demonstration(agent: SearchAgent, task: dict[str, Any]) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
     messages.append({"role": "assistant", "content": f"{task['answer']} [{task['page']}]"})
-    return {"task": task, "messages": messages}
+    return {"messages": messages} if foreign else {"task": task, "messages": messages}
 
 
-def main(directory: Path, agent: SearchAgent, *, seed: int = 0) -> None:
+def main(directory: Path, agent: SearchAgent, *, foreign: bool = False, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     index, rng = (directory / "pages.sqlite").resolve(), random.Random(seed)
     make_index(index)
@@ -100,7 +101,8 @@ def main(directory: Path, agent: SearchAgent, *, seed: int = 0) -> None:
     }
     for split, each in tasks.items():
         write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
-    write(directory / "demonstrations.jsonl", [demonstration(agent, task) for task in rng.sample(tasks["train"], 80)])
+    demonstrations = [demonstration(agent, task, foreign=foreign) for task in rng.sample(tasks["train"], 80)]
+    write(directory / "demonstrations.jsonl", demonstrations)
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
@@ -108,4 +110,4 @@ def write(path: Path, rows: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), SmallSearchAgent() if "small" in sys.argv[2:] else SearchAgent())
+    main(Path(sys.argv[1]), SmallSearchAgent() if sys.argv[2:] else SearchAgent(), foreign="foreign" in sys.argv[2:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.demonstrations import answers, warm_up_sample
 from tests.harness.gateway import calling, one_sample, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "repair"
@@ -130,3 +131,16 @@ def test_mini_swe_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> No
     with serving(*calls, sampling={"max_new_tokens": 2000}, context_length=10**6) as case:
         assert mini_agent.repair(task, case.llm) == {"score": 1.0, "right": 1.0}
         one_sample(case, 3)
+
+
+def test_the_warm_up_sees_the_tokens_of_mini_swe_agent(modules: Any, task: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("minisweagent", reason="plays: pip install mini-swe-agent")
+    import mini_agent
+
+    agent, data = modules
+    row = data.demonstration(agent.SmallRepairAgent(), task, foreign=True)
+    tokenizer, sample = warm_up_sample(row, tmp_path)
+    with serving(*answers(row), tokenizer=tokenizer, sampling={"max_new_tokens": 2000}, context_length=10**6) as case:
+        assert mini_agent.repair_small(task, case.llm) == {"score": 1.0, "right": 1.0}
+        (turn,) = case.turns
+    assert [*turn.prompt_ids, *turn.response_ids] == sample.tokens

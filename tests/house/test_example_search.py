@@ -1,11 +1,13 @@
 """``examples/search``: any query has an answer, and only a page that was opened is cited for a reward."""
 
 import asyncio
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.demonstrations import answers, warm_up_sample
 from tests.harness.gateway import calling, one_sample, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search"
@@ -65,13 +67,39 @@ def test_the_answer_and_an_opened_page_are_rewarded(modules: Any, task: dict[str
     assert not set(data.TRAIN.split()) & set(data.HELD_OUT.split())
 
 
-def test_openais_agent_plays_the_task(modules: Any, task: dict[str, Any]) -> None:
+@pytest.fixture
+def openai_agent() -> Any:
     sdk = pytest.importorskip("agents", reason="plays: pip install openai-agents")
     if not hasattr(sdk, "Runner"):
         pytest.skip("the package `agents` of this directory stands before OpenAI's: pip install openai-agents")
-    import openai_agent
+    return import_module("openai_agent")
 
+
+LONG: Any = {"sampling": {"max_new_tokens": 2000}, "context_length": 10**6}
+
+
+def test_openais_agent_plays_the_task(modules: Any, task: dict[str, Any], openai_agent: Any) -> None:
     calls = calling("search", query="rmtree"), calling("open", page="shutil.rmtree")
-    with serving(*calls, "False [shutil.rmtree]", context_length=10**6) as case:
+    with serving(*calls, "False [shutil.rmtree]", **LONG) as case:
         assert asyncio.run(openai_agent.answer(task, case.llm)) == {"score": 1.0, "right": 1.0, "cites": 1.0}
         one_sample(case, 3)
+
+
+def test_the_warm_up_sees_the_tokens_of_openais_agent(
+    modules: Any, task: dict[str, Any], openai_agent: Any, tmp_path: Path
+) -> None:
+    agent, data = modules
+    row = data.demonstration(agent.SmallSearchAgent(), task, foreign=True)
+    tokenizer, sample = warm_up_sample(row, tmp_path)
+    with serving(*answers(row), tokenizer=tokenizer, **LONG) as case:
+        assert asyncio.run(openai_agent.answer_small(task, case.llm))["score"] == 1.0
+        one_sample(case, 3)
+        assert [*case.turns[-1].prompt_ids, *case.turns[-1].response_ids] == sample.tokens
+
+
+@pytest.mark.parametrize("call", [calling("open", page="shutil.rmtree"), calling("delete", page="shutil.rmtree")])
+def test_an_agent_without_an_answer_has_no_reward(
+    call: str, modules: Any, task: dict[str, Any], openai_agent: Any
+) -> None:
+    with serving(*[call] * 3, **LONG) as case:
+        assert asyncio.run(openai_agent.answer_small(task, case.llm))["score"] == 0.0

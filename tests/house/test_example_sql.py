@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime import SGLangLitAgent
-from agl_slime.tools.warm_up.recorded import read_conversations
+from tests.harness.demonstrations import answers, warm_up_sample
 from tests.harness.gateway import calling, one_sample, serving
-from tests.harness.tokenizers import small_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sql"
 
@@ -115,17 +113,13 @@ def test_the_warm_up_sees_the_tokens_of_langgraphs_agent(modules: Any, task: dic
     import langgraph_agent
 
     agent, data = modules
-    tokenizer = small_tokenizer((EXAMPLE / "tools.jinja").read_text())
-    tokenizer.save_pretrained(tmp_path)
     row = data.demonstration(agent.SmallSqlAgent(), task, foreign=True)
-    ((sample,),) = asyncio.run(read_conversations([row], agent=SGLangLitAgent(), model=str(tmp_path)))
-    function = row["messages"][-1]["tool_calls"][0]["function"]
-    function["arguments"] = json.dumps(function["arguments"])  # as OpenAI's clients write them
-    ((again,),) = asyncio.run(read_conversations([row], agent=SGLangLitAgent(), model=str(tmp_path)))
-    assert again.tokens == sample.tokens
-    call = calling("sql_db_query", query=task["query"]).replace("\n", "")
-    with serving(call, tokenizer=tokenizer, sampling=LONG, context_length=10**6) as case:
+    tokenizer, sample = warm_up_sample(row, tmp_path)
+    with serving(*answers(row), tokenizer=tokenizer, sampling=LONG, context_length=10**6) as case:
         assert asyncio.run(langgraph_agent.answer_small(task, case.llm)) == {"score": 1.0, "right": 1.0}
         (turn,) = case.turns
     assert [*turn.prompt_ids, *turn.response_ids] == sample.tokens
     assert len(turn.response_ids) == sample.response_length == sum(sample.loss_mask)
+    function = row["messages"][-1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])  # as OpenAI's clients write them
+    assert warm_up_sample(row, tmp_path)[1].tokens == sample.tokens
