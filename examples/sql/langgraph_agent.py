@@ -8,6 +8,7 @@ from langchain.agents import create_agent
 from langchain_community.agent_toolkits import SQLDatabaseToolkit
 from langchain_community.utilities import SQLDatabase
 from langchain_openai import ChatOpenAI
+from langgraph.errors import GraphRecursionError
 from sql_agent import SmallSqlAgent, SqlAgent, connect, score_query
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
@@ -22,7 +23,10 @@ async def answer(task: dict[str, Any], llm: Any, *, small: bool = False) -> dict
         tools[0].return_direct = True  # the rollout ends with the query
     system, question = (SmallSqlAgent() if small else SqlAgent()).build_prompt(task)
     agent = create_agent(model, tools, system_prompt=system["content"])
-    state = await agent.ainvoke({"messages": [question]}, {"recursion_limit": 20})
+    try:
+        state = await agent.ainvoke({"messages": [question]}, {"recursion_limit": 20})
+    except GraphRecursionError:  # no answer within ten calls
+        return score_query(task, "")
     calls = [call for message in state["messages"] for call in getattr(message, "tool_calls", ())]
     queries = [call["args"].get("query", "") for call in calls if call["name"] == "sql_db_query"]
     return score_query(task, queries[-1] if queries else "")

@@ -123,3 +123,11 @@ def test_the_warm_up_sees_the_tokens_of_langgraphs_agent(modules: Any, task: dic
     function = row["messages"][-1]["tool_calls"][0]["function"]
     function["arguments"] = json.dumps(function["arguments"])  # as OpenAI's clients write them
     assert warm_up_sample(row, tmp_path)[1].tokens == sample.tokens
+
+
+def test_an_agent_without_an_end_has_no_reward(modules: Any, task: dict[str, Any]) -> None:
+    pytest.importorskip("langchain_community", reason="plays: pip install langchain langchain-openai")
+    import langgraph_agent
+
+    with serving(*[calling("unknown")] * 10, sampling=LONG, context_length=10**6) as case:
+        assert asyncio.run(langgraph_agent.answer_small(task, case.llm)) == {"score": 0.0, "right": 0.0}
