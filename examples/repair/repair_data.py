@@ -167,7 +167,8 @@ def main(directory: Path, agent: RepairAgent, *, foreign: bool = False, seed: in
     tasks = {split: [*tasks_of(each, rng)] for split, each in functions.items()}
     for split, each in tasks.items():
         write(directory / f"{split}.jsonl", rng.sample(each, len(each)))
-    demonstrations = [demonstration(agent, task, foreign=foreign) for task in rng.sample(tasks["train"], 40)]
+    sampled = rng.sample(tasks["train"], 120 if foreign else 40)
+    demonstrations = [demonstration(agent, task, foreign=foreign) for task in sampled]
     write(directory / "demonstrations.jsonl", demonstrations)
 
 
