@@ -1,4 +1,4 @@
-"""Demonstrations of other frameworks' agents: what the warm-up trains on, to compare with what the agent does."""
+"""Demonstrations for agents of other frameworks: Samples of the warm-up, and answers for a scripted engine."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def warm_up_sample(row: Mapping[str, Any], directory: Path) -> tuple[Any, Sample
 
 
 def answers(row: Mapping[str, Any]) -> list[str]:
-    """What the model writes in a demonstration."""
+    """The model's answers in a demonstration."""
     calls = [message.get("tool_calls") for message in row["messages"] if message["role"] == "assistant"]
     texts = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
     return [text if call is None else _written(call[0]["function"]) for call, text in zip(calls, texts, strict=True)]
