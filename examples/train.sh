@@ -15,6 +15,8 @@ case "$1" in
 esac
 n=12 flags=(--local.no-std-normalization) # n iterations of n groups
 case "$recipe" in search) n=8 ;; repair) flags+=(--drop-zero-variance) ;; esac
+# AdamW's first step has its full size: without a warm-up two in three calls of langgraph were malformed after it
+if [ "$1" = langgraph ]; then flags+=(--local.warmup-steps 4); fi
 if [ "$foreign" ]; then
   model="$dir/smollm2" agent="$here/$recipe/$foreign" prompts=() flags+=(--max-new-tokens 96)
   python "$here/$recipe/${recipe}_data.py" "$dir" foreign
