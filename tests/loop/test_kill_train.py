@@ -14,6 +14,7 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import Checkpoint, read_checkpoints
+from agl_slime.report.files import iter_jsonl
 from agl_slime.tokens.codec import unpack_token_ids
 from tests.harness.training import model_info, needs_torch
 from tests.programs.end_train import PHASES, SIGNALS, Scene, run
@@ -84,8 +85,10 @@ async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path
         assert last.exitcode == 0, scene.last_words()
         sampled = model_info(engine.url)["tokens_sampled"] - earlier - 1  # one was a probe for weight versions
     trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
+    groups = [row for row in iter_jsonl(scene.output / "groups.jsonl") if row["iteration"] > newest.loop.iteration]
+    lost = [(group["outcomes"], group["reasons"]) for group in groups if {*group["outcomes"]} != {"trained"}]
     assert len(trained) == 4
-    assert sum(trained) == saved + sampled
+    assert (sum(trained), lost) == (saved + sampled, [])
     assert saved > 100
 
 
