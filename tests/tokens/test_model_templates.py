@@ -123,11 +123,11 @@ def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
 @dataclass(frozen=True)
 class History:
     """A conversation up to an answer as the template itself writes it: ``text`` without the end of the answer's turn,
-    ``bare`` the same without all thinking, and without the answer's. ``stands``: the question did not change with the
-    answer, whose thinking is in the text."""
+    ``bare`` the same without all thinking, and without the answer's, where there is some in a field that the template
+    reads. ``stands``: the question did not change with the answer, whose thinking is in the text."""
 
     text: str
-    bare: tuple[str, str]
+    bare: tuple[str, ...]
     stands: bool
 
     @classmethod
@@ -139,7 +139,8 @@ class History:
         stands = squash(text).startswith(squash(prompt)) and (bare[-1] == messages[-1] or last != text)
         end = template.closing.strip()
         text, without, last = (each.strip().removesuffix(end) for each in (text, without, last))
-        return cls(text, (without, last), stands)
+        changed = zip((without, last), (bare != messages, bare[-1] != messages[-1]), strict=True)
+        return cls(text, tuple(each for each, differs in changed if differs), stands)
 
     def forks(self, template: ChatTemplate, messages: Messages) -> set[ForkReason | None]:
         """The possible reasons of a fork at a prompt with these messages."""
