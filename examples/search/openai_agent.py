@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError  # type: ignore
 from openai import AsyncOpenAI
 from search_agent import Library, SearchAgent, SmallSearchAgent, score_answer
 
-from agents import (  # type: ignore
-    Agent,
-    MaxTurnsExceeded,
-    ModelBehaviorError,
-    OpenAIChatCompletionsModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled  # type: ignore
 
 set_tracing_disabled(True)  # else traces are sent to OpenAI
 client = AsyncOpenAI(base_url="http://unset", api_key="unset")  # one for all rollouts
