@@ -242,7 +242,9 @@ def save_model(config: Mapping[str, Any], directory: Path, *, tokenizer: Path, s
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             noise = torch.randn(tensor.shape, generator=generator)
-            if name.endswith(("norm.weight", "A_log", "bias")):
+            if name.endswith("A_log"):  # states that last many tokens; float32 loses digits of sums of faster decays
+                tensor.copy_(noise * 0.1 - 4)
+            elif name.endswith(("norm.weight", "bias")):
                 tensor.add_(noise, alpha=0.1)
             elif tensor.dim() > 1:
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
