@@ -87,7 +87,7 @@ def find(name: str) -> Any:
     if (module := module_of(name)) is None:
         raise UnknownVersionError(
             f"{version()} has no {name}: looked for it in {' and '.join(_MODULES[name])}; supported are "
-            f"{KNOWN}, and python -m agl_slime.train.slime.doctor lists other differences"
+            f"{KNOWN}, and agl-slime doctor lists other differences"
         )
     return getattr(_import(module), name)
 

@@ -166,7 +166,7 @@ def _trainers() -> Iterator[Line]:
     if not slime.installed():
         yield Line("--", "slime", slime.INSTALL_SLIME)
         return
-    from agl_slime.train.slime.doctor import inspect_slime
+    from agl_slime.tools.doctor.slime import inspect_slime
 
     wrong = [
         (name, text) for needed, name, text in inspect_slime() if needed and text.startswith(("UNKNOWN", "MISSING"))

@@ -26,7 +26,7 @@ PLACES = "slime.data.data_source and slime.rollout.data_source"
 _ENTRIES = {
     "hooks": ["-c", "import agl_slime.slime_hooks"],
     "train.py": ["train.py", "--rollout-num-gpus", "2", "--sglang-url", "http://127.0.0.1:1", "--model-path"],
-    "doctor": ["-m", "agl_slime.train.slime.doctor"],
+    "doctor": ["-m", "agl_slime.tools.doctor.slime"],
 }
 _LIMIT_S = 300.0  # many times the usual: processes that import slime and Ray on a busy machine
 

@@ -1,6 +1,6 @@
 """A report on the installed slime: its version, the names that this package needs, and the features that it uses.
 
-    python -m agl_slime.train.slime.doctor
+    python -m agl_slime.tools.doctor.slime
 
 Starts nothing. Exit code 1 when a needed name is missing or has an unsupported form.
 """
