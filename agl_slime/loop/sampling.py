@@ -25,7 +25,8 @@ _HALF_LIFE = 16.0  # policy updates after which a reward counts half
 _PSEUDO_REWARDS = 4.0  # of the average variance of its kind, with which each task begins
 _CANDIDATES = 8  # tasks of a source of which the next is chosen
 _MIN_VARIANCE = 1e-12  # variance of a task
-_N, _SUM, _SQUARES, _UPDATE, _DRAWN, _WEIGHT = range(6)  # columns: the last draw, and how often the source has the task
+_N, _SUM, _SPREAD, _UPDATE, _DRAWN, _WEIGHT = range(6)  # columns: rewards, their sum, the groups' variances times their
+# sizes, the last policy update that the row knows, the last draw, and how often the source has the task
 
 
 class TaskSampler(Protocol):
@@ -98,22 +99,21 @@ class LearnableTasks:
     def learned(self, task: Task, rewards: Sequence[float]) -> None:
         now, self._bounds = self._groups / self._batch_size, None
         self._groups += 1
-        if not rewards:
+        if len(rewards) < 2:
             return
         row = self._table[self._row_of(task)]
         row[:_UPDATE] *= 0.5 ** ((now - row[_UPDATE]) / _HALF_LIFE)
-        row[:_UPDATE] += len(rewards), sum(rewards), sum(reward * reward for reward in rewards)
+        row[:_UPDATE] += len(rewards), sum(rewards), len(rewards) * float(np.var(rewards, ddof=1))
         row[_UPDATE] = now
         self._range = [min(*self._range, *rewards, rewards[0]), max(*self._range, *rewards, rewards[0])]
 
     def variances(self) -> np.ndarray:
-        """The probable variance of a group's rewards, of each task: that of its rewards so far, beside pseudo rewards
-        with the average variance of its kind. Another thread may meanwhile add a row."""
+        """The probable variance of a group's rewards, of each task: that within its groups so far, beside pseudo
+        rewards with the average variance of its kind. Another thread may meanwhile add a row."""
         table = self._table
         kinds, numbers = self._kinds[: len(table)], table[:, _N]
         decay = 0.5 ** ((self._groups / self._batch_size - table[:, _UPDATE]) / _HALF_LIFE)
-        divisors = np.maximum(numbers, 1e-12)
-        spread = np.maximum(table[:, _SQUARES] / divisors - (table[:, _SUM] / divisors) ** 2, 0.0)
+        spread = table[:, _SPREAD] / np.maximum(numbers, 1e-12)
         counts, (low, high) = numbers * decay, self._range or [0.0, 1.0]
         weights = counts / (_PSEUDO_REWARDS + counts)
         average = (weights @ spread + (high - low) ** 2 / 4) / (weights.sum() + 1)

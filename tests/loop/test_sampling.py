@@ -125,6 +125,19 @@ def test_a_kind_that_teaches_is_drawn_more_often() -> None:
     assert len(numbers) == 4
 
 
+def test_a_kind_whose_groups_have_equal_rewards_teaches_nothing() -> None:
+    """Half of its tasks always succeed and half always fail, beside a kind that succeeds in one of eight rollouts."""
+    drawing, numbers = cursor(kinds), Counter[int]()
+    for batch in range(60):
+        drawn = drawing.take(4)
+        numbers.update(each.task["n"] % 4 for each in drawn if batch >= 20)
+        rewards = {2: lambda n: [1.0, *[0.0] * 7], 3: lambda n: [float(n > 3)] * 8}
+        drawing.learned(
+            [group(each, *rewards.get(each.task["n"] % 4, lambda n: [0.0])(each.task["n"])) for each in drawn]
+        )
+    assert numbers[2] > numbers[3]
+
+
 def test_variances_are_read_while_a_kind_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the data source's thread, which asks whether a pilot's task teaches, beside a draw."""
     sampler = LearnableTasks(as_task_source(kinds), seed=0, batch_size=4)
