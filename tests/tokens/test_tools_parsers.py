@@ -386,6 +386,12 @@ def test_harmony_channels_are_reasoning_content_and_calls() -> None:
     assert parts.reasoning_closed
     assert not parse("harmony", "<|channel|>analysis<|message|>Hm").reasoning_closed
     assert parse("harmony", "<|channel|>final<|message|>Three.").content == "Three."
+    reader, call = AnswerReader(get_tool_parser("harmony"), False, channels=True), text.rpartition("assistant")[2]
+    assert {reader.visible_parts(call[:end]).content for end in range(len(call))} == {""}
+    assert reader.visible_parts(" to Rome").content == "to Rome"
+    written = '<|channel|>{} <|constrain|>json<|message|>{{"key": "kz"}}'.format
+    counted = {channel: parse("harmony", written(channel)).malformed for channel in ("commentary", "analysis", "final")}
+    assert counted == {"commentary": (written("commentary"),), "analysis": (written("analysis"),), "final": ()}
 
 
 KINDS = list(FORMATS)

@@ -49,7 +49,9 @@ class HarmonyParser(ToolParser):
             header, mark, body = part.partition(_MESSAGE)
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if not mark and (sampling or recipient is None):  # a message begins, or an answer without messages
-                content += [] if "assistant".startswith(header.strip()[:9]) else [header.partition("<|")[0]]
+                begun = header.strip()
+                begins = "assistant".startswith(begun[:9]) or (sampling and "to=".startswith(begun[:3]))
+                content += [] if begins else [header.partition("<|")[0]]
             elif recipient is not None:
                 if sampling and not ended:
                     continue
@@ -64,6 +66,8 @@ class HarmonyParser(ToolParser):
                 closed = ended
             else:
                 content.append(body)
+            if mark and recipient is None and "<|constrain|>" in header and "final" not in header:
+                malformed.append(part)  # arguments of no function
         thought = "\n".join(reasoning) if reasoning else None
         return AnswerParts(
             thought, closed or bool(content or calls), "".join(content), number_calls(calls), tuple(malformed)
