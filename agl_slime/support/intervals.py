@@ -55,6 +55,9 @@ def estimate(values: Sequence[float], *, rewards: Iterable[float] = (), differen
     weight = _PRIOR_DIFFERENCES if differences else _PRIOR_TASKS
     variance = (n * pvariance(values) / span / span + weight * binary) / (n + weight)
     low, high = _wilson(share, n * binary / variance if binary else n)
+    # n draws have no task of such a share in 5 % of cases, and all its tasks may have the least or the greatest value
+    unseen = 1 - 0.05 ** (1 / n)
+    low, high = min(low, share - share * unseen), max(high, share + (1 - share) * unseen)
     return Estimate(mean=mean, low=least + span * low, high=least + span * high, tasks=n)
 
 
