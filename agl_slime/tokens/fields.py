@@ -87,7 +87,9 @@ class AnswerFields:
             answer = replace(reader, parser=None, tokenizer=None).read(text)
         calls = [_call(call.name, call.id, call.arguments) for call in answer.calls]
         message: Message = {"role": "assistant", "content": text}
-        if self.thinking is not None and (answer.reasoning is not None or reader.channels):
+        if reader.around and answer.reasoning is None:
+            message["content"] = answer.content
+        elif self.thinking is not None and (answer.reasoning is not None or reader.channels):
             message["content"] = answer.content
             if answer.reasoning:
                 message[self.thinking] = answer.reasoning

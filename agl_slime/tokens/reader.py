@@ -17,6 +17,7 @@ THINK = "<think>", "</think>"
 _MARKS = (("<think:opensource>", "</think:opensource>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 _MARKS += (("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 _MARKS += (("<mm:think>", "</mm:think>"),)
+_AROUND = "<|START_RESPONSE|>", "<|END_RESPONSE|>"  # Cohere's marks around content, which its template writes
 _PRIVATE = 0xF0000  # plus the code of a mark's first character: a private-use character that hides the mark
 
 
@@ -34,13 +35,15 @@ def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
 class AnswerReader:
     """A reader of a model's answers. ``parser`` is ``None`` without tools. ``opened``: the prompt ends within a block
     of thinking; ``None`` if the prompt is unknown. ``tokenizer`` distinguishes sampled marks from their text, and
-    special tokens from text: answers without calls omit them. ``channels``: the model writes harmony's channels."""
+    special tokens from text: answers without calls omit them. ``channels``: the model writes harmony's channels.
+    ``around`` are the marks around content, which are no part of it."""
 
     parser: ToolParser | None = None
     opened: bool | None = None
     thinking: tuple[str, str] = THINK
     tokenizer: Any = None
     channels: bool = False
+    around: tuple[str, ...] = ()
 
     def read(self, text: str, ids: Sequence[int] = ()) -> AnswerParts:
         """The parts of a whole answer; ``ids`` are its sampled tokens, if there are any."""
@@ -53,6 +56,7 @@ class AnswerReader:
     def visible_parts(self, text: str, stops: tuple[str, ...] = ()) -> AnswerParts:
         """The reasoning and content of a partial answer that no further text can change."""
         text, opening = cut_at_marks(text.rstrip("\ufffd"), stops), self.thinking[0]
+        text = cut_at_marks(self._without_around(text), self.around)
         if self.channels:
             answer = HarmonyParser().parse(text, sampling=True)
             return AnswerParts(answer.reasoning, answer.reasoning_closed, answer.content.strip())
@@ -73,13 +77,19 @@ class AnswerReader:
     def _marks(self) -> tuple[str, ...]:
         if self.channels:
             return HarmonyParser.tokens
-        return *self.thinking, *(self.parser.signs() if self.parser is not None else ())
+        return *self.thinking, *self.around, *(self.parser.signs() if self.parser is not None else ())
+
+    def _without_around(self, text: str) -> str:
+        for mark in self.around:
+            text = text.replace(mark, "", 1)
+        return text
 
     def _parts(self, text: str) -> AnswerParts:
         if self.channels:
             answer = HarmonyParser().parse(text)
             answer = replace(answer, content=answer.content.strip())
             return answer if self.parser is not None else replace(answer, calls=(), malformed=())
+        text = self._without_around(text)
         reasoning, content, closed = self._split(text)
         if self.parser is None:
             return AnswerParts(reasoning, closed, content)
@@ -140,7 +150,8 @@ def reader_for(
         channels = channels and isinstance(parser, HarmonyParser)
     elif offered:
         parser = parser_for(tokenizer, template_kwargs)
-    return AnswerReader(parser if offered else None, opened, thinking_marks(source), tokenizer, channels)
+    around = tuple(mark for mark in _AROUND if isinstance(source, str) and mark in source)
+    return AnswerReader(parser if offered else None, opened, thinking_marks(source), tokenizer, channels, around)
 
 
 def _hide_mentions(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int]) -> str:

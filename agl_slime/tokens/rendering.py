@@ -233,7 +233,8 @@ def _with_cache(value: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _compiled(compile_template: Callable[[str], Any], source: str) -> tuple[Template, Template | None]:
     """The template in transformers' environment, with a cache of schemas' JSON; and with ``_MARK`` before its
-    generation prompt, if that is its end and the text before it does not depend on it."""
+    generation prompt, if that is its end and the text before it does not depend on it. Of a template without the
+    variable this is what follows the loop over the messages (Command R7B)."""
     original = compile_template(source).environment
     environment = original.overlay()
     environment.filters = {**original.filters, "tojson": _cached(original.filters["tojson"])}
@@ -244,8 +245,14 @@ def _compiled(compile_template: Callable[[str], Any], source: str) -> tuple[Temp
     closing = isinstance(end, nodes.If) and uses == [end.test] and not (end.elif_ or end.else_)
     if uses and not closing:
         return environment.from_string(source), None
-    tree.body.insert(len(tree.body) - closing, nodes.Output([nodes.TemplateData(_MARK)]))
+    loops = [number for number, node in enumerate(tree.body, 1) if _over_messages(node)]
+    place = loops[-1] if loops and not uses else len(tree.body) - closing
+    tree.body.insert(place, nodes.Output([nodes.TemplateData(_MARK)]))
     return environment.from_string(source), environment.from_string(tree)
+
+
+def _over_messages(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.For) and getattr(node.iter, "name", "") == "messages"
 
 
 def _quick_getattr(environment: Environment) -> Callable[[Any, str], Any]:

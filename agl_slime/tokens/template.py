@@ -128,6 +128,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """The text of ``messages``, with a generation prompt or without; without the text that the template writes only
         at the end of a finished conversation."""
+        if not generation_prompt and (parts := self._parts(messages)) is not None:
+            return parts[0]
         text = self._render_arranged(messages, generation_prompt)
         return text if generation_prompt or not self._has_tail else text.removesuffix(self._tail)
 

@@ -1,6 +1,7 @@
 """Calls of tools in every format, whole and streamed, and tools that are declared by type, Anthropic's and OpenAI's;
 the text of sampled tokens has no marks of calls, no end mark, no halves of characters."""
 
+import copy
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -154,6 +155,26 @@ def test_a_call_before_the_end_of_thinking_is_made_in_one_sample(kind: str) -> N
         case.close()
         tools = json.loads(case.summary[TOOL_COUNTS])
         assert (tools["calls"], tools["malformed"], tools["example"]) == ({"weather": 12}, 6, last[last.index(mark) :])
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_marks_around_an_answer_are_no_content_and_once_in_a_prompt(path: str) -> None:
+    """The generation prompt, which the template always writes, closes a thinking that the history does not have."""
+    tokenizer = copy.deepcopy(tokenizer_of("cohere"))
+    head, _, _ = tokenizer.chat_template.partition("{% if add_generation_prompt %}")
+    tokenizer.chat_template = head + "<|im_start|>assistant\n" + "".join(FORMATS["cohere"].thinking)
+    said = written("cohere", [], "It is 20 degrees.")
+    call = '<|START_ACTION|>[{"tool_name": "weather", "parameters": {"city": "Rome"}}]<|END_ACTION|>'
+    for tools in (TOOLS[path], None):
+        with serving(said, *[call] * (tools is not None), said, tokenizer=tokenizer) as case:
+            talk = Talk(case, path, tools=tools)
+            talk.ask(user("Go."))
+            assert talk.text == "It is 20 degrees."
+            talk.ask(user("Again."))
+            talk.ask(*(talk.results() or [user("And?")]))
+            assert talk.text == "It is 20 degrees."
+            assert prompts(case)[-1].count("<|START_RESPONSE|>") == prompts(case)[-1].count("<|END_RESPONSE|>")
+            one_sample(case, 3)
 
 
 def stream_chat(case: Case, messages: list[Any] = HELLO, **fields: Any) -> tuple[Any, list[str]]:

@@ -49,6 +49,7 @@ class Format:
     typed: bool = True  # values have types without a schema
     single: bool = False  # an answer has one call
     thinking: tuple[str, str] = ("<think>", "</think>")
+    around: tuple[str, str] = ("", "")  # of content
     preamble: str = ""
 
 
@@ -162,8 +163,9 @@ FORMATS: Mapping[str, Format] = {
             "]<|END_ACTION|>",
             ",\n",
         ),
-        marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+        marks=("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         thinking=("<|START_THINKING|>", "<|END_THINKING|>"),
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ),
     "solar": Format(
         calls=_each(
@@ -203,7 +205,7 @@ def template_of(kind: str, *, opens: bool = False) -> str:
     opening, closing = form.thinking
     answer = (
         "{% if m.reasoning_content %}" + opening + "\n{{ m.reasoning_content }}\n" + closing + "\n\n{% endif %}"
-        "{{ m.content }}"
+        "{% if m.content %}" + "{{ m.content }}".join(form.around) + "{% endif %}"
     )
     if kind == "harmony":
         answer = (

@@ -138,6 +138,7 @@ _KEYS = (
     "{{ m.__class__ is defined }}{{ loop._length is defined }}"
     "{% endfor %}"
 )
+_ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}!{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ _KEYS = (
         (_KEYS, True),
         (ENDS_WITH_TOKEN, False),
         (CHATML + "end", False),
+        (_ALWAYS, True),
         ("{% if add_generation_prompt %}!{% endif %}" + CHATML, False),
         ("{% for m in messages %}{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}", False),
     ],
@@ -160,6 +162,7 @@ def test_one_rendering_has_text_and_generation_prompt_where_it_can(source: str, 
         for prompting in (False, True)
     )
     assert (render(messages, False), render(messages, True)) == (closed, whole)
+    closed = closed.removesuffix("!") if source is _ALWAYS else closed
     assert render.parts(messages) == ((closed, whole.removeprefix(closed)) if at_once else None)
     assert at_once is (render.parts([{**QUESTION, "content": f"x{_MARK.upper()}"}]) is not None)
     assert render.parts([{**QUESTION, "content": f"{_MARK}"}]) is None or source is _KEYS

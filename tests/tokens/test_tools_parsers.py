@@ -454,7 +454,7 @@ def test_rendered_answer_is_parsed_back(kind, listed, content, reasoning):
     if kind == "llama_json" and listed:
         content = ""
     parser, text = get_tool_parser(kind), written(kind, listed, content, thought or None)
-    reader = AnswerReader(parser, False, FORMATS[kind].thinking, channels=kind == "harmony")
+    reader = reader_for(tokenizer_of(kind), opened=False, offered=True)
     parts = reader.read(text)
     expected = [(name, as_written(kind, arguments)) for name, arguments in listed]
     assert [(call.name, dict(call.arguments)) for call in parts.calls] == expected
@@ -474,7 +474,7 @@ def test_visible_text_is_a_prefix_of_the_whole(kind, listed, content, thought, c
     assume(writable(kind, listed))
     text = written(kind, listed, content, thought.strip() or None)
     text = text if closed else text.replace(FORMATS[kind].thinking[1], "", 1)
-    reader = AnswerReader(get_tool_parser(kind), False, FORMATS[kind].thinking, channels=kind == "harmony")
+    reader = reader_for(tokenizer_of(kind), opened=False, offered=True)
     whole, last = reader.read(text), AnswerParts()
     for end in range(len(text) + 1):
         visible = reader.visible_parts(text[:end])
