@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from agl_slime.errors import ConfigError, RewardError
-from agl_slime.support.ranges import takes
+from agl_slime.support.ranges import makes_callables, takes
 from agl_slime.support.registry import Registry
 from agl_slime.support.threads import call_user_code
 from agl_slime.tokens.turn import Trajectory, Turn
@@ -62,6 +62,7 @@ def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
 
 
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
+_COLUMNS = ("messages", "is_truncated", "rollout_infos")  # beside the task's
 
 
 class ORM:
@@ -86,9 +87,11 @@ def check_functions(reward_functions: Sequence[Any]) -> None:
     for entry in reward_functions:
         function = orms[entry] if isinstance(entry, str) else entry
         is_class = isinstance(function, type)
-        calls = any("__call__" in vars(base) for base in function.__mro__) if is_class else callable(function)
+        calls = makes_callables(function) if is_class else callable(function)
         if not calls or (is_class and not takes(function, 0)):
             raise ConfigError(f"reward_functions has {entry!r:.80}: give classes, functions, or registered names")
+        if not takes(function.__call__ if is_class else function, 1 + is_class, *_COLUMNS):
+            raise ConfigError(f"reward_functions has {entry!r:.80}, which must take completions and **kwargs")
 
 
 def make_functions(reward_functions: Sequence[Any]) -> dict[str, Any]:
@@ -107,8 +110,8 @@ async def reward_of(functions: Mapping[str, Any], task: Mapping[str, Any], traje
 
     Raises ``RewardError`` for a function that returned no list of one entry, and any error of the functions."""
     columns = {name: [value] for name, value in task.items() if name not in _PROMPT_COLUMNS}
-    columns |= {"messages": [[*map(dict, trajectory.messages)]], "is_truncated": [trajectory.truncated]}
-    columns["rollout_infos"] = [dict(trajectory.metadata.get("rollout_infos") or {})]
+    infos = dict(trajectory.metadata.get("rollout_infos") or {})
+    columns |= zip(_COLUMNS, ([[*map(dict, trajectory.messages)]], [trajectory.truncated], [infos]), strict=True)
     rewards: dict[str, Any] = {}
     for name, function in functions.items():
         values = await call_user_code(function, [trajectory.response], **columns)

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from agl_slime.agent.images import parts_with_images
 from agl_slime.errors import ConfigError, RolloutError
-from agl_slime.support.ranges import takes
+from agl_slime.support.ranges import makes_callables, takes
 from agl_slime.support.threads import call_user_code, run_blocking
 from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.formats import types_of
@@ -178,6 +178,8 @@ def check_tools(tools: Iterable[Any]) -> None:
     for tool in tools:
         if not isinstance(tool, type):
             manager.register(tool)
+        elif not makes_callables(tool):
+            raise ConfigError(f"tool {tool.__name__} cannot be called; give its class a __call__")
         elif not takes(tool, len(_arguments_of_class(tool, {}))):
             raise ConfigError(f"the constructor of tool {tool.__name__} must take the task or nothing")
         elif isinstance(getattr(tool, "schema", None), Mapping):

@@ -41,10 +41,17 @@ def check_ranges(
                 raise SettingError(named(name), f"must be {words}, got {value!r:.80}")
 
 
-def takes(function: Any, count: int) -> bool:
-    """Whether ``function``, or a class, can be called with ``count`` arguments; one without a signature is."""
+def makes_callables(kind: type) -> bool:
+    """Whether the instances of a class can be called."""
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+def takes(function: Any, count: int, *names: str) -> bool:
+    """Whether ``function``, or a class, can be called with ``count`` arguments, or beside others with these and
+    ``names``; one without a signature is."""
     try:
-        inspect.signature(function).bind(*range(count))
+        signature = inspect.signature(function)
+        (signature.bind_partial if names else signature.bind)(*range(count), **dict.fromkeys(names))
     except ValueError:  # a type of C
         return True
     except TypeError:

@@ -113,9 +113,13 @@ def search(query: str) -> str:
 class TwoArguments:
     def __init__(self, task: Any, index: Any) -> None: ...
 
+    def __call__(self) -> None: ...
+
 
 class Unnamed:
     schema: ClassVar[dict[str, Any]] = {"description": "without a name"}
+
+    def __call__(self) -> None: ...
 
 
 class Listed:
@@ -154,9 +158,11 @@ class Listed:
         ("tools", [functools.partial(search, "x")], "a tool must be a function, a class or a callable object with a "),
         ("tools", [search, search], "there are two tools named 'search'; names must differ"),
         ("tools", [TwoArguments], "the constructor of tool TwoArguments must take the task or nothing"),
+        ("tools", [int], "tool int cannot be called; give its class a __call__"),
         ("tools", [Unnamed], "the schema of a tool must have name, description and parameters, got {'description'"),
         ("tools", [Listed()], "the schema of a tool must have name, description and parameters, got {'name'"),
         ("reward_functions", [TwoArguments], "reward_functions has <class .*TwoArguments'>: give "),
+        ("reward_functions", [lambda completions: [1]], "reward_functions has .*must take completions and "),
         ("loss_scale", lambda messages: 1, "loss_scale must be 'default', 'last_round' or a function, got <function"),
         ("scheduler", 5, "scheduler of HelloAgent must be a MultiTurnScheduler, its class or registered name, got 5"),
         ("chat_api", "http://x", "chat_api of HelloAgent must be a ChatApi, got 'http://x'"),
