@@ -66,7 +66,7 @@ class _Follower:
     def reader(self, number: str) -> RunReader | None:
         """The run of this number, up to date."""
         self.changes()
-        return self._readers[int(number)] if number.isdecimal() and int(number) < len(self._readers) else None
+        return {str(n): reader for n, reader in enumerate(self._readers)}.get(number)
 
 
 class _Viewer:
