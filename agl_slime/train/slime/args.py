@@ -24,6 +24,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url, shown_url
+from agl_slime.tokens.tokenizer import check_template_kwargs
 from agl_slime.train.slime.flags import evaluates, refused_keys
 from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.replay import replay_sampling
@@ -301,7 +302,10 @@ def _eval_sets(args: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _template_kwargs(args: Any) -> dict[str, Any]:
-    kwargs = getattr(args, "apply_chat_template_kwargs", None)
+    kwargs = getattr(args, "apply_chat_template_kwargs", None) or {}
+    if not isinstance(kwargs, dict):
+        raise ConfigError(f"apply_chat_template_kwargs must be an object, got {kwargs!r:.80}")
+    check_template_kwargs(kwargs, "apply_chat_template_kwargs")
     return {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
 
 
