@@ -138,7 +138,6 @@ _KEYS = (
     "{{ m.__class__ is defined }}{{ loop._length is defined }}"
     "{% endfor %}"
 )
-_ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}!{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ _ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}
         (_KEYS, True),
         (ENDS_WITH_TOKEN, False),
         (CHATML + "end", False),
-        (_ALWAYS, True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ '!' }}", True),
         ("{% if add_generation_prompt %}!{% endif %}" + CHATML, False),
         ("{% for m in messages %}{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}", False),
     ],
@@ -157,12 +156,10 @@ _ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not thinks %}
 def test_one_rendering_has_text_and_generation_prompt_where_it_can(source: str, at_once: bool) -> None:
     tokenizer, messages = small_tokenizer(source), [QUESTION, {**ANSWER, "mine": "key"}, QUESTION]
     render: Any = direct_renderer(tokenizer, None, {})
-    closed, whole = (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompting)
-        for prompting in (False, True)
-    )
+    apply = tokenizer.apply_chat_template
+    closed, whole = (apply(messages, tokenize=False, add_generation_prompt=prompting) for prompting in (False, True))
     assert (render(messages, False), render(messages, True)) == (closed, whole)
-    closed = closed.removesuffix("!") if source is _ALWAYS else closed
+    closed = closed.removesuffix("!")  # a generation prompt that the template always writes
     assert render.parts(messages) == ((closed, whole.removeprefix(closed)) if at_once else None)
     assert at_once is (render.parts([{**QUESTION, "content": f"x{_MARK.upper()}"}]) is not None)
     assert render.parts([{**QUESTION, "content": f"{_MARK}"}]) is None or source is _KEYS
