@@ -2,7 +2,8 @@
 
 agl-slime demo-policy tiny benchmarks/mixed_sort.py:MixedSort
 python benchmarks/learning.py --agent benchmarks/mixed_sort.py:MixedSort --until 0.85 \\
-    --variants "" "--task-sampling learnable" -- --model-path tiny --rollout-batch-size 8 --n-samples-per-prompt 8
+    --variants "" "--task-sampling learnable" -- --model-path tiny --rollout-batch-size 8 --n-samples-per-prompt 8 \\
+    --num-iterations 80 --eval-interval 2 --eval-rollouts 64
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Demonstrations:
         agent = MixedSort()
         task = agent.make_task(rng)
         letters = list(task["label"])
-        if rng.random() < shuffled:
+        if shuffled and rng.random() < shuffled:
             rng.shuffle(letters)
         return [*agent.build_prompt(task), {"role": "assistant", "content": "".join(letters)}]
 

@@ -78,6 +78,9 @@ class LoopSettings:
         if self.group_pilot >= max(2, self.n_samples_per_prompt):
             sizes = f"group_pilot is {self.group_pilot} and n_samples_per_prompt {self.n_samples_per_prompt}"
             raise ConfigError(f"{sizes}; set it below, or to 0 for whole groups")
+        if self.learnable and self.n_samples_per_prompt == 1:
+            why = "task_sampling is 'learnable' and n_samples_per_prompt 1: a group of one has no variance"
+            raise ConfigError(f"{why}; set it to 2 or more, or task_sampling to 'uniform'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,21 +52,22 @@ class _Follower:
 
     def __init__(self, runs: _Runs) -> None:
         self._runs = runs
-        self._readers: list[RunReader] = []
+        self._readers: dict[str, RunReader] = {}  # by the number of the run
 
     def changes(self) -> bytes | None:
         """The changes of each run since the last call as JSON; ``None`` without any."""
         paths = self._runs.refresh()
-        self._readers += [RunReader(path, self._runs.convert) for path in paths[len(self._readers) :]]
-        for reader, name in zip(self._readers, distinct_names(paths), strict=True):
+        for number in range(len(self._readers), len(paths)):
+            self._readers[str(number)] = RunReader(paths[number], self._runs.convert)
+        for reader, name in zip(self._readers.values(), distinct_names(paths), strict=True):
             reader.name = name  # another run of the same name may have appeared
-        changes = [run_data(reader) for reader in self._readers]
+        changes = [run_data(reader) for reader in self._readers.values()]
         return json_bytes(changes) if any(changes) else None
 
     def reader(self, number: str) -> RunReader | None:
         """The run of this number, up to date."""
         self.changes()
-        return {str(n): reader for n, reader in enumerate(self._readers)}.get(number)
+        return self._readers.get(number)
 
 
 class _Viewer:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ConfigError
 from agl_slime.loop.sampling import OLDEST_EVERY, LearnableTasks
+from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import TaskCursor, as_task_source
 
 TASKS: list[Any] = [{"n": n} for n in range(12)]
@@ -131,10 +132,9 @@ def test_a_kind_whose_groups_have_equal_rewards_teaches_nothing() -> None:
     for batch in range(60):
         drawn = drawing.take(4)
         numbers.update(each.task["n"] % 4 for each in drawn if batch >= 20)
-        rewards = {2: lambda n: [1.0, *[0.0] * 7], 3: lambda n: [float(n > 3)] * 8}
-        drawing.learned(
-            [group(each, *rewards.get(each.task["n"] % 4, lambda n: [0.0])(each.task["n"])) for each in drawn]
-        )
+        first = {2: [1.0, 0.0], 6: [1.0, 0.0], 7: [1.0, 1.0]}  # rewards of a group of eight, the last repeated
+        rewards = [first.get(each.task["n"], [0.0, 0.0]) for each in drawn]
+        drawing.learned([group(each, *r, *r[1:] * 6) for each, r in zip(drawn, rewards, strict=True)])
     assert numbers[2] > numbers[3]
 
 
@@ -186,3 +186,8 @@ def test_a_task_that_json_cannot_hold_is_refused() -> None:
         LearnableTasks([{"n": {1}}], seed=0, batch_size=1)
     with pytest.raises(ConfigError, match="no tasks"):
         as_task_source([], learnable=1)
+
+
+def test_groups_of_one_rollout_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a group of one has no variance; set it to 2 or more"):
+        LoopSettings(task_sampling="learnable", n_samples_per_prompt=1)
