@@ -54,10 +54,20 @@ def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
 
 
 def check_template_kwargs(kwargs: Mapping[Any, Any], named: str) -> None:
-    """Raise ``ConfigError`` for a key that is no name, or an argument that the renderer sets itself."""
+    """Raise ``ConfigError`` for a key that is no name, an argument that the renderer sets itself, or a chat template
+    that is no template."""
     for key in kwargs:
         if not isinstance(key, str) or key in RENDERER_ARGUMENTS:
             raise ConfigError(f"{named} has {key!r:.80}, which is no argument of a chat template; leave it out")
+    if (template := kwargs.get("chat_template")) is not None:
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render_jinja_template(conversations=[], chat_template=template)
+        except (TemplateSyntaxError, TypeError) as error:
+            line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise ConfigError(f"chat_template of {named} is no Jinja template; correct it{line}: {error}") from error
 
 
 def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:

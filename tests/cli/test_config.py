@@ -45,6 +45,10 @@ REPEATED: dict[str, Any] = {"deterministic": True, "max_staleness": 1}
         ({"resume": True}, "^--resume needs --output-dir"),
         ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
         ({"chat_template_kwargs": "{x"}, "^--chat-template-kwargs must be a JSON object"),
+        (
+            {"chat_template_kwargs": '{"chat_template": "{{ x"}'},
+            "^chat_template of --chat-template-kwargs is no Jinja template; correct it in line 1: unexpected end",
+        ),
         ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local: only slime uses it"),
         ({"eval_sglang_url": URL}, f"^--eval-sglang-url {URL}: only asynchronous training uses it"),
         ({"engine": "sglang", "sglang_url": URL}, f"^--engine sglang: the server at --sglang-url {URL} already runs"),

@@ -150,6 +150,16 @@ class Listed:
         ),
         ("template_kwargs", {1: 2}, "template_kwargs of HelloAgent has 1, which is no argument of a chat template"),
         ("template_kwargs", "x", "template_kwargs of HelloAgent must be a dict, got 'x'"),
+        (
+            "template_kwargs",
+            {"chat_template": "\n{% bad"},
+            "chat_template of template_kwargs of HelloAgent is no Jinja ",
+        ),
+        (
+            "template_kwargs",
+            {"chat_template": 3},
+            "chat_template of template_kwargs of HelloAgent is no Jinja template",
+        ),
         ("image_settings", {"max_images": 2}, "image_settings of HelloAgent must be ImageSettings, got {'max_images"),
         ("tools", "search", "tools of HelloAgent must be a list or tuple, got 'search'"),
         ("tools", {"search": search}, "tools of HelloAgent must be a list or tuple, got {'search': "),

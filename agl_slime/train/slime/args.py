@@ -219,7 +219,7 @@ class PluginSettings(BaseModel):
             "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": sets,
-            "eval_samples": getattr(args, "n_samples_per_eval_prompt", None) or 1,
+            "eval_samples": _eval_samples(args),
             "eval_whole": bool(getattr(args, "log_passrate", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
@@ -294,11 +294,18 @@ def _eval_sets(args: Any, values: Mapping[str, Any]) -> list[dict[str, Any]]:
             "data": _data(
                 data, data.path, max_prompt_len=limit, metadata_overrides=getattr(data, "metadata_overrides", {})
             ),
-            "samples": getattr(data, "n_samples_per_eval_prompt", None) or 1,
+            "samples": _eval_samples(data),
             "sampling": shared | _sampling(data, "", names) | _template_kwargs(data),
         }
         for data in getattr(args, "eval_datasets", None) or ()
     ]
+
+
+def _eval_samples(keys: Any) -> int:
+    samples = getattr(keys, "n_samples_per_eval_prompt", None)
+    if samples is not None and samples < 1:
+        raise ConfigError(f"n_samples_per_eval_prompt must be at least 1, got {samples}")
+    return samples or 1
 
 
 def _template_kwargs(args: Any) -> dict[str, Any]:

@@ -202,6 +202,10 @@ def test_evaluation_sets_have_their_keys_lengths_and_template_arguments(tmp_path
     assert lengths == [{"context_length": 100}, {"context_length": 200}, {}]
     assert evaluation.data.max_prompt_len == 64
     assert evaluation.data.read() == [{"q": "two", "a": "x", "prompt": "two", "label": "2", "level": 3}]
+    args.eval_datasets[0].n_samples_per_eval_prompt = 0
+    with pytest.raises(ConfigError, match="n_samples_per_eval_prompt must be at least 1, got 0"):
+        PluginSettings.from_args(args, {})
+    args.eval_datasets[0].n_samples_per_eval_prompt = None
     args.eval_datasets[0].apply_chat_template_kwargs = "thinking"
     with pytest.raises(ConfigError, match="apply_chat_template_kwargs must be an object, got 'thinking'"):
         PluginSettings.from_args(args, {})
