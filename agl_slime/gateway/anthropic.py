@@ -45,18 +45,14 @@ class AnthropicMessages(Protocol):
         tools = _tools(body.get("tools"))
         return Call(
             messages=[*([{"role": "system", "content": system}] if system else ()), *_messages(items, tools.loaded)],
-            model=str(body.get("model") or ""),
             tools=tools.listed,
             loaded=tools.loaded,
             server_tools=tools.server_tools,
             tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.listed or tools.loaded)),
-            template_kwargs=body.get("chat_template_kwargs") or {},
-            thinking=self.thinking_request(body),
             max_tokens=number(body, "max_tokens", least=1),
             stop=strings(body, "stop_sequences"),
-            requested=self.requested_sampling(body),
+            **self.call_fields(body),
             constraint=_constraint(body),
-            stream=bool(body.get("stream")),
         )
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
@@ -68,8 +64,7 @@ class AnthropicMessages(Protocol):
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         choice = result.choices[0]
-        message = {**_head(result), "content": [block for block in _blocks(choice) if not _is_empty(block)]}
-        return {**message, **_stop(choice), "usage": _usage(result)}
+        return {**_head(result), "content": [*_blocks(choice)], **_stop(choice), "usage": _usage(result)}
 
     def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _MessageStream(body, head, decode)
@@ -157,14 +152,12 @@ def _head(result: CallResult) -> dict[str, Any]:
 
 
 def _blocks(choice: Choice) -> Iterator[dict[str, Any]]:
-    yield {"type": "thinking", "thinking": choice.reasoning, "signature": ""}
-    yield {"type": "text", "text": choice.content}
+    if choice.reasoning:
+        yield {"type": "thinking", "thinking": choice.reasoning, "signature": ""}
+    if choice.content:
+        yield {"type": "text", "text": choice.content}
     for call in choice.calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
-
-
-def _is_empty(block: Mapping[str, Any]) -> bool:
-    return not block.get(block["type"], True)
 
 
 def _stop(choice: Choice) -> dict[str, Any]:

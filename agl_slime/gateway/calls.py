@@ -21,7 +21,7 @@ _NO_IDS = token_array([], name="prompt_ids")
 # Parameters of the distribution that tokens are sampled from: set by the run, not by clients.
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "seed")
-MOST_LOG_PROBS = 100  # top log-probs of a position
+GRAMMARS = ("regex", "ebnf", "json_schema")  # of SGLang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +152,21 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool in the form of prompts, from any protocol."""
-    schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
-    function = {"name": name, "description": str(description or ""), "parameters": dict(schema)}
-    return {"type": "function", "function": function}
-
-
 def json_constraint(schema: Any) -> dict[str, Any]:
     return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}
+
+
+def json_format(form: Any, *, schema_in: str = "") -> dict[str, Any] | None:
+    """The constraint of OpenAI's text and JSON formats; ``None`` for another ``form``, and for one without a schema,
+    which stands in its field ``schema_in``, if there is one."""
+    kind = form.get("type", "text") if isinstance(form, Mapping) else None
+    if kind in ("text", "json_object"):
+        return {} if kind == "text" else json_constraint({"type": "object"})
+    holder = (form.get(schema_in) if schema_in else form) if kind == "json_schema" else None
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    return json_constraint(schema) if isinstance(schema, Mapping) else None
+
+
+def grammar(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The first of SGLang's constraints in a request; empty without any."""
+    return next(({name: body[name]} for name in GRAMMARS if body.get(name)), {})

@@ -7,18 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import (
-    IMPOSED,
-    MOST_LOG_PROBS,
-    Call,
-    CallResult,
-    Choice,
-    function_tool,
-    json_constraint,
-    number,
-    strings,
-)
-from agl_slime.gateway.declared import Tools, custom_arguments, custom_input, custom_tool, read_allowed, unknown_tool
+from agl_slime.gateway.calls import IMPOSED, Call, CallResult, Choice, grammar, json_format, number, strings
+from agl_slime.gateway.declared import Tools, custom_arguments, custom_input, openai_function, read_choice, unknown_tool
 from agl_slime.gateway.messages import Message, read_messages
 from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse, token_name
 
@@ -51,7 +41,6 @@ class ChatCompletions(Protocol):
         choice, allowed = _tool_choice(body.get("tool_choice"), tools)
         return Call(
             messages=_messages(body.get("messages")),
-            model=str(body.get("model") or ""),
             tools=tools,
             tool_choice=choice,
             allowed=allowed,
@@ -59,12 +48,9 @@ class ChatCompletions(Protocol):
             max_tokens=self.max_tokens(body),
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=_MOST_CHOICES) or 1,
-            requested=self.requested_sampling(body),
+            **self.call_fields(body),
             constraint=_constraint(body),
-            template_kwargs=body.get("chat_template_kwargs") or {},
-            thinking=self.thinking_request(body),
-            top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
-            stream=bool(body.get("stream")),
+            top_log_probs=self.top_log_probs(body),
         )
 
     def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
@@ -82,7 +68,7 @@ class ChatCompletions(Protocol):
             }
             for index, choice in enumerate(result.choices)
         ]
-        head = _head(result, "chat.completion")
+        head = head_of(result, "chat.completion")
         if body.get("return_token_ids"):
             head["prompt_token_ids"] = result.prompt_ids.tolist()
         return {**head, "choices": choices, "usage": usage(result)}
@@ -112,15 +98,15 @@ class _ChatStream(Stream):
             prompt = {"prompt_token_ids": result.prompt_ids.tolist()} if ids else {}
             yield self._chunk(index, {}, last | ids, **prompt)
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(result)})
+            yield sse({**head_of(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, index: int, delta: Any, end: Any = _UNFINISHED, **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, **end}
-        return sse({**_head(self.head, "chat.completion.chunk"), **fields, "choices": [choice]})
+        return sse({**head_of(self.head, "chat.completion.chunk"), **fields, "choices": [choice]})
 
 
-def _head(result: CallResult, kind: str) -> dict[str, Any]:
+def head_of(result: CallResult, kind: str) -> dict[str, Any]:
     return {"id": result.id, "object": kind, "created": result.created, "model": result.model}
 
 
@@ -180,9 +166,7 @@ def _read_tool(tool: Any, param: str) -> dict[str, Any]:
         raise unknown_tool(param, kind, schema="parameters")
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise GatewayRequestError(f"{param} must be a function or a custom tool with a name", param=param)
-    if kind == "custom":
-        return custom_tool(inner["name"], inner)
-    return function_tool(inner["name"], inner.get("description"), inner.get("parameters"))
+    return openai_function(inner["name"], inner, custom=kind == "custom")
 
 
 def _custom(body: Mapping[str, Any]) -> frozenset[str]:
@@ -213,15 +197,10 @@ def _with_functions(message: Any) -> Any:
 
 def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str] | None]:
     """The choice, and the names of the only tools that may be called (``None``: all)."""
-    if value in (None, "auto", "none", "required"):
-        return (value or "auto") if tools or value is None else "none", None
+    if value is None:
+        return "auto", None
     inner = value.get("allowed_tools") if isinstance(value, Mapping) else None
-    if isinstance(inner, Mapping):
-        return read_allowed(inner, Tools(listed=tools), _name_of)
-    if name := _name_of(value):
-        return name, None
-    choices = "auto, none, required, allowed_tools, or a function or custom tool with its name"
-    raise GatewayRequestError(f"tool_choice must be {choices}, got {value!r:.80}", param="tool_choice")
+    return read_choice(value, inner, Tools(listed=tools), _name_of, form="a function or custom tool with its name")
 
 
 def _name_of(tool: Any) -> str:
@@ -230,17 +209,8 @@ def _name_of(tool: Any) -> str:
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("regex", "ebnf", "json_schema"):  # of SGLang
-        if body.get(name):
-            return {name: body[name]}
     response_format = body.get("response_format") or {}
-    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return json_constraint({"type": "object"})
-    schema = response_format.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+    if (constraint := grammar(body) or json_format(response_format, schema_in="json_schema")) is None:
         message = "response_format must be text, json_object, or json_schema with its schema, got "
         raise GatewayRequestError(message + json.dumps(response_format)[:80], param="response_format")
-    return json_constraint(schema["schema"])
+    return constraint

@@ -7,13 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Call, CallResult, Choice, number, strings
-from agl_slime.gateway.chat import usage
+from agl_slime.gateway.calls import IMPOSED, Call, CallResult, Choice, grammar, number, strings
+from agl_slime.gateway.chat import head_of, usage
 from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, Protocol, Stream, sse, token_name
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " return_token_ids return_tokens_as_token_ids stream_options regex ebnf json_schema"
 _HONOURED += " reasoning_effort reasoning thinking"
+_KIND = "text_completion"
 _DEFAULT_TOKENS = 16
 _MOST_IDS = 2**31  # of int32; the engine checks its vocabulary
 
@@ -33,24 +34,20 @@ class Completions(Protocol):
             prompt = tuple(prompt)
         if not prompt or not isinstance(prompt, str | tuple):
             raise GatewayRequestError("prompt must be one text, or the token ids of one", param="prompt")
-        constraint = next(({name: body[name]} for name in ("regex", "ebnf", "json_schema") if body.get(name)), {})
         return Call(
             messages=[{"role": "text", "content": prompt}],
             raw=True,
-            thinking=self.thinking_request(body),
-            model=str(body.get("model") or ""),
             max_tokens=self.max_tokens(body) or _DEFAULT_TOKENS,
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=128) or 1,
-            requested=self.requested_sampling(body),
-            constraint=constraint,
-            top_log_probs=number(body, "logprobs", most=MOST_LOG_PROBS) or 0,
-            stream=bool(body.get("stream")),
+            **self.call_fields(body),
+            constraint=grammar(body),
+            top_log_probs=self.top_log_probs(body, "logprobs"),
         )
 
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         ended = [_ended(body, n, choice, choice.content, result, decode) for n, choice in enumerate(result.choices)]
-        return {**_head(result), "choices": ended, "usage": usage(result)}
+        return {**head_of(result, _KIND), "choices": ended, "usage": usage(result)}
 
     def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _CompletionStream(body, head, decode)
@@ -61,20 +58,15 @@ class _CompletionStream(Stream):
         return iter(())
 
     def delta(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
-        yield sse({**_head(self.head), "choices": [_choice(index, content, None, None)]})
+        yield sse({**head_of(self.head, _KIND), "choices": [_choice(index, content, None, None)]})
 
     def end(self, result: CallResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
             last = _ended(self.body, index, choice, "", result, self.decode)
-            yield sse({**_head(self.head), "choices": [last]})
+            yield sse({**head_of(self.head, _KIND), "choices": [last]})
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            yield sse({**_head(self.head), "choices": [], "usage": usage(result)})
+            yield sse({**head_of(self.head, _KIND), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
-
-
-def _head(result: CallResult) -> dict[str, Any]:
-    head = {"id": result.id, "object": "text_completion", "created": result.created}
-    return {**head, "model": result.model}
 
 
 def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import function_tool
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +54,34 @@ def explain_once(kind: str) -> None:
     logger.warning(f"{text} Further requests are counted as gateway/left_out/%s.", kind, kind)
 
 
-def read_allowed(
-    value: Mapping[str, Any], tools: Tools, name_of: Callable[[Any], str]
+def read_choice(
+    value: Any, allowing: Any, tools: Tools, name_of: Callable[[Any], str], *, form: str
 ) -> tuple[str, frozenset[str] | None]:
-    """The mode of ``allowed_tools`` and the names of the tools, without server tools."""
-    mode, listed = value.get("mode"), value.get("tools")
+    """OpenAI's choice, and the names of the only tools that may be called, without server tools (``None``: all), which
+    the object ``allowing`` lists. ``form`` describes a named tool in errors."""
+    if value in (None, "auto", "none", "required"):
+        return (value or "auto") if tools.listed or tools.loaded else "none", None
+    if not isinstance(allowing, Mapping):
+        if name := name_of(value):
+            return name, None
+        message = f"tool_choice must be auto, none, required, allowed_tools, or {form}, got {value!r:.80}"
+        raise GatewayRequestError(message, param="tool_choice")
+    mode, listed = allowing.get("mode"), allowing.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, list):
-        message = f"tool_choice.mode must be auto or required, and tools a list of tools, got {value!r:.80}"
+        message = f"tool_choice.mode must be auto or required, and tools a list of tools, got {allowing!r:.80}"
         raise GatewayRequestError(message, param="tool_choice")
     offered = {tool["function"]["name"] for tool in (*tools.listed, *tools.loaded)}
     allowed = frozenset(filter(None, map(name_of, listed)))
     if unknown := sorted(allowed - offered):
         raise GatewayRequestError(f"tool_choice allows {unknown[0]!r:.80}, which tools has not", param="tool_choice")
     return ("none" if not allowed else mode), allowed
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool in the form of prompts, from any protocol."""
+    schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    function = {"name": name, "description": str(description or ""), "parameters": dict(schema)}
+    return {"type": "function", "function": function}
 
 
 def definitions(tools: Iterable[Mapping[str, Any]]) -> str:
@@ -278,8 +292,10 @@ def openai_tool(tool: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 _INPUT = _object("input", input=_TEXT)
 
 
-def custom_tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's custom tool as a function; the description has the grammar of its text, if any."""
+def openai_function(name: str, tool: Mapping[str, Any], *, custom: bool) -> dict[str, Any]:
+    """OpenAI's function, or its custom tool as one, whose description has the grammar of its text, if any."""
+    if not custom:
+        return function_tool(name, tool.get("description"), tool.get("parameters"))
     described, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, Mapping) and form.get("type") == "grammar":
         inner = form.get("grammar")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import function_tool
 from agl_slime.gateway.declared import (
     KIND_OF_ITEM,
     KIND_OF_OUTPUT,
@@ -17,9 +16,9 @@ from agl_slime.gateway.declared import (
     Tools,
     custom_arguments,
     custom_input,
-    custom_tool,
     definitions,
     kind_of,
+    openai_function,
     openai_tool,
 )
 from agl_slime.gateway.messages import Message, text_of
@@ -262,8 +261,7 @@ def declared_tools(
             if not isinstance(inner_tool.get("name"), str):
                 raise GatewayRequestError(f"{param}[{index}] must have a name", param="tools")
             name = f"{namespace}{JOIN}{inner_tool['name']}" if namespace else inner_tool["name"]
-            function = function_tool(name, inner_tool.get("description"), inner_tool.get("parameters"))
-            yield name, inner_tool, namespace, custom_tool(name, inner_tool) if inner_kind == "custom" else function
+            yield name, inner_tool, namespace, openai_function(name, inner_tool, custom=inner_kind == "custom")
 
 
 def read_tools(tools: Any, item_tools: list[dict[str, Any]]) -> Tools:

@@ -32,6 +32,7 @@ _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
 _THINKING = ("reasoning_effort", "reasoning", "thinking", "output_config")
 _SWITCHES = {"enabled": True, "adaptive": True, "disabled": False}
 _UNDECIDED = ("auto", "default", "")  # efforts that leave it to the model
+_MOST_LOG_PROBS = 100  # top log-probs of a position
 _LARGEST = 2**31 - 1  # number that an engine takes
 _LARGEST_SEED = 2**63 - 1  # TRL sends seeds of 63 bits
 _LISTS = ("tools", "include")
@@ -149,6 +150,16 @@ class Protocol(ABC):
             message = "chat_template_kwargs is nested more than 250 deep"
             raise GatewayRequestError(message, param="chat_template_kwargs")
 
+    def call_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a ``Call`` that have one name in every API."""
+        return {
+            "model": str(body.get("model") or ""),
+            "requested": self.requested_sampling(body),
+            "template_kwargs": body.get("chat_template_kwargs") or {},
+            "thinking": self.thinking_request(body),
+            "stream": bool(body.get("stream")),
+        }
+
     @staticmethod
     def requested_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         """The sampling parameters that the client wants."""
@@ -186,6 +197,10 @@ class Protocol(ABC):
         """The token limit, under any of its names."""
         names = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
         return next((value for name in names if (value := number(body, name, least=1)) is not None), None)
+
+    @staticmethod
+    def top_log_probs(body: Mapping[str, Any], name: str = "top_logprobs") -> int:
+        return number(body, name, most=_MOST_LOG_PROBS) or 0
 
 
 def list_of_models(roles: Mapping[str, LLM], name: str, *, since: datetime) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import MOST_LOG_PROBS, Call, CallResult, Choice, json_constraint, number
+from agl_slime.gateway.calls import Call, CallResult, Choice, json_format, number
 from agl_slime.gateway.chat import logprobs
-from agl_slime.gateway.declared import OPENAI_TOOLS, Tools, custom_input, read_allowed
+from agl_slime.gateway.declared import OPENAI_TOOLS, custom_input, read_choice
 from agl_slime.gateway.items import (
     DECLARING,
     JOIN,
@@ -57,13 +57,14 @@ class Responses(Protocol):
             raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
         items = read_items(input_items, histories)
         tools = read_tools(body.get("tools"), items.tools)
-        choice, allowed = _tool_choice(body.get("tool_choice"), tools)
+        wanted = body.get("tool_choice")
+        allowing = wanted if isinstance(wanted, Mapping) and wanted.get("type") == "allowed_tools" else None
+        choice, allowed = read_choice(wanted, allowing, tools, _name_of, form="a tool that is declared")
         stored = conversation or body.get("store") is not False
         return Call(
             messages=[*messages, *read_messages(items.messages)] if items.messages else messages,
             store_from=store_from if stored and not items.compacts else None,
             conversation=conversation,
-            model=str(body.get("model") or ""),
             tools=tools.listed,
             loaded=tools.loaded,
             server_tools=tools.server_tools,
@@ -71,12 +72,9 @@ class Responses(Protocol):
             returned_arguments=returned_arguments(all_declared(body)),
             tool_choice="none" if items.compacts else choice,
             max_tokens=number(body, "max_output_tokens", least=1),
-            requested=self.requested_sampling(body),
+            **self.call_fields(body),
             constraint={} if items.compacts else _constraint(body),
-            template_kwargs=body.get("chat_template_kwargs") or {},
-            thinking=self.thinking_request(body),
-            top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
-            stream=bool(body.get("stream")),
+            top_log_probs=self.top_log_probs(body),
             compacts=items.compacts,
             summary_index=None if items.summary_index is None else len(messages) + items.summary_index,
         )
@@ -357,18 +355,6 @@ def _usage(result: CallResult) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _tool_choice(value: Any, tools: Tools) -> tuple[str, frozenset[str] | None]:
-    """The choice, and the names of the only tools that may be called (``None``: all)."""
-    if value in (None, "auto", "none", "required"):
-        return ((value or "auto") if tools.listed or tools.loaded else "none"), None
-    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
-        return read_allowed(value, tools, _name_of)
-    if isinstance(value, Mapping) and (name := _name_of(value)):
-        return name, None
-    choices = "auto, none, required, allowed_tools, or a tool that is declared"
-    raise GatewayRequestError(f"tool_choice must be {choices}, got {value!r:.80}", param="tool_choice")
-
-
 def _name_of(tool: Any) -> str:
     """The name in prompts of the tool in a choice."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
@@ -378,12 +364,7 @@ def _name_of(tool: Any) -> str:
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
-    text_format = (body.get("text") or {}).get("format") or {}
-    kind = text_format.get("type", "text") if isinstance(text_format, Mapping) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return json_constraint({"type": "object"})
-    if kind == "json_schema" and isinstance(text_format.get("schema"), Mapping):
-        return json_constraint(text_format["schema"])
-    raise GatewayRequestError("text.format must be text, json_object, or json_schema with its schema", param="text")
+    if (constraint := json_format((body.get("text") or {}).get("format") or {})) is None:
+        message = "text.format must be text, json_object, or json_schema with its schema"
+        raise GatewayRequestError(message, param="text")
+    return constraint

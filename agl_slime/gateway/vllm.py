@@ -8,15 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import Call, CallResult
+from agl_slime.gateway.calls import GRAMMARS, IMPOSED, Call, CallResult
 from agl_slime.gateway.chat import ChatCompletions, logprobs, usage
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.protocol import NO_HISTORIES, Decode, Histories, token_name
 
-_SAMPLING = frozenset(["max_tokens", "stop", "n", "seed", "regex", "ebnf", "json_schema"]) | {
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    "logit_bias",
-}
+_SAMPLING = frozenset(("max_tokens", "stop", "n", *GRAMMARS, *IMPOSED))
 _FIXED = frozenset(("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"))
 """The answer always has ids and log-probs."""
 _ELSEWHERE = frozenset(("stop_token_ids", "routed_experts_prompt_start"))
