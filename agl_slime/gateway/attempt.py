@@ -92,7 +92,7 @@ class Attempt:
     recent: RecentResponses = field(default_factory=RecentResponses)
     idle: threading.Event = field(default_factory=threading.Event)  # set when the attempt has ended and nothing is left
     _written_counts: Counter[str] = field(default_factory=Counter)  # ``counts`` on the last span
-    _running: int = 0
+    running: int = 0  # requests in flight
     _pending: set[PendingResponse] = field(default_factory=set)
     _unserved_paths: int = 0
     _arguments: _TemplateArguments | None = None  # of the last request
@@ -114,14 +114,14 @@ class Attempt:
         """Begin a request, whose digest is ``key``; ``release`` ends it. Raises ``GatewayRequestError`` at the limit of
         concurrent requests and after the end."""
         self._check_open()
-        if self._running >= self.settings.max_in_flight:
+        if self.running >= self.settings.max_in_flight:
             self.recent.note_unanswered(key)
-            message = f"rollout {self.rollout_id} has {self._running} requests in flight, the most it may have"
+            message = f"rollout {self.rollout_id} has {self.running} requests in flight, the most it may have"
             raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
-        self._running += 1
+        self.running += 1
 
     def release(self) -> None:
-        self._running -= 1
+        self.running -= 1
 
     def count_request(self, name: str, *, served: bool) -> None:
         """Count a request by its method and path; unserved paths by name only while there are few."""
@@ -134,11 +134,6 @@ class Attempt:
         if self.closed:
             message = f"rollout {self.rollout_id} has ended; requests are no longer answered"
             raise GatewayRequestError(message, status=410, code="rollout_ended")
-
-    @property
-    def running(self) -> int:
-        """Requests in flight."""
-        return self._running
 
     def end(self) -> bool:
         """Refuse further requests. Returns whether nothing is pending; else call ``cancel_pending``."""

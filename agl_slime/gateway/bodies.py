@@ -30,10 +30,8 @@ from agl_slime.gateway.protocol import Histories, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import INLINE_PARSE_BYTES, json_value
 from agl_slime.support.threads import run_in_thread_if
-from agl_slime.tokens.images import ImageSettings
 
 _MAX_REQUESTS = 4  # conversations of an attempt at a time
-_IMAGES = ImageSettings()
 _SETTINGS = GatewaySettings()
 _MAX_SHARED = 64
 _PROBE = "an item that no client sends: 5f1c2f3d"
@@ -102,9 +100,7 @@ class Bodies:
     ) -> tuple[Mapping[str, Any], Call]:
         """The body, whose list has only the items that writing an answer needs, and the call with all messages. Raises
         ``GatewayRequestError``."""
-        if request.previous is not None and (
-            extended := await self._extend(request, request.previous, protocol, histories, settings.max_messages)
-        ):
+        if (extended := await self._extend(request, protocol, histories, settings)) is not None:
             return extended
         large = len(request.raw) > INLINE_PARSE_BYTES
         body = await run_in_thread_if(large, partial(parsed_body, request.raw))
@@ -121,15 +117,17 @@ class Bodies:
         return short, call
 
     async def _extend(
-        self, request: Request, previous: _ReadRequest, protocol: Protocol, histories: Histories, max_messages: int
+        self, request: Request, protocol: Protocol, histories: Histories, settings: GatewaySettings
     ) -> tuple[Mapping[str, Any], Call] | None:
-        """The call of ``previous`` with new messages; ``None`` to read the whole body: the new part may be no list, be
-        refused, or show images."""
-        if previous.call.messages[-1]["role"] == "assistant":  # the next item may belong to this answer
+        """The call of the previous request with new messages; ``None`` to read the whole body: there may be no previous
+        one, and the new part may be no list, be refused, or show images."""
+        previous = request.previous
+        # the next item may belong to an answer that is the last message
+        if previous is None or previous.call.messages[-1]["role"] == "assistant":
             return None
         try:
             items = json_value(b"[" + request.new[1:] + b"]")
-            marked, images = await marked_body(request.new, {protocol.list_field: items}, _IMAGES)
+            marked, images = await marked_body(request.new, {protocol.list_field: items}, settings.images)
             items = marked[protocol.list_field]
             read = partial(protocol.read_more, items, histories)
             large = len(request.new) > INLINE_PARSE_BYTES
@@ -139,7 +137,7 @@ class Bodies:
         if not new:
             return None
         call = replace(previous.call, messages=[*previous.call.messages, *new])
-        _check(call, protocol, max_messages, start=len(previous.call.messages))
+        _check(call, protocol, settings.max_messages, start=len(previous.call.messages))
         length = previous.length + len(request.new)
         extended = replace(previous, call=call, length=length, digest=request.digest)
         self._requests = [earlier for earlier in self._requests if earlier is not previous] + [extended]

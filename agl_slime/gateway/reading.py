@@ -29,11 +29,6 @@ class Reading:
         answer = self.reader.visible_parts(text, self.stops)
         return answer.reasoning or "", answer.content
 
-    def _extends_stream(self, answer: AnswerParts, text: str) -> bool:
-        """Whether ``answer``, which was split by tokens, extends the text that was streamed."""
-        reasoning, content = self.visible(text)
-        return (answer.reasoning or "").startswith(reasoning) and answer.content.startswith(content)
-
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
         """The answer, and the ids of its calls as the model wrote them, by served id."""
         if generation.finish_reason == "abort":  # the part that the client saw
@@ -43,7 +38,9 @@ class Reading:
             answer = AnswerParts(content=generation.text)
         else:
             answer = self.reader.read(generation.text, generation.output_ids)
-            if call.stream and not self._extends_stream(answer, generation.text):
+            reasoning, content = self.visible(generation.text) if call.stream else ("", "")
+            if not ((answer.reasoning or "").startswith(reasoning) and answer.content.startswith(content)):
+                # split by tokens it does not extend the text that was streamed
                 answer = self.reader.read(generation.text)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}

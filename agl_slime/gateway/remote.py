@@ -11,7 +11,6 @@ Agents get ``ProxyLLM(endpoint="http://HOST:PORT/k/TOKEN/v1", …)``; Agent Ligh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -50,7 +49,6 @@ class StoreGateway(TokenGateway):
         super().__init__(token=token, settings=settings, access=access)
         self._store, self._llm = store, llm
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
-        self._unsubscribe: Callable[[], object] | None = None
         self._returning: asyncio.Future[None] | None = None  # a reference keeps the task alive
 
     @property
@@ -59,15 +57,12 @@ class StoreGateway(TokenGateway):
         return f"{self.url}/k/{self._token}/v1" if self._token else f"{self.url}/v1"
 
     def _start_services(self) -> None:
-        self._unsubscribe = listen_for_ends(
+        unsubscribe = listen_for_ends(
             self._store,
             lambda rollout_id: self._call_soon(lambda: self._end_rollout(rollout_id)),
             own_rollouts=lambda: {rollout_id for rollout_id, _ in self._attempts},
         )
-
-    def _stop_services(self) -> None:
-        if self._unsubscribe is not None:
-            self._unsubscribe()
+        self._services.callback(unsubscribe)
 
     def _end_rollout(self, rollout_id: str) -> None:
         self._note_ended(rollout_id)

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from typing import Any, Self, TypeVar
@@ -134,6 +135,7 @@ class Gateway:
         self._stop: asyncio.Event | None = None
         self._thread: LoopThread | None = None
         self._starting = threading.Lock()
+        self._services = ExitStack()  # closed after the last request
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -141,16 +143,13 @@ class Gateway:
         """Start listening. Safe to call twice. Raises ``ConfigError`` if the address cannot be bound."""
         with self._starting:
             if self._thread is None:
-                self._start()
+                self._thread = thread = LoopThread(self._serve, name="agl-slime-gateway")
+                thread.start()
+                if thread.failure is not None:
+                    self._thread = None
+                    address = f"{self.settings.host}:{self.settings.port}"
+                    raise ConfigError(f"the gateway cannot listen on {address}: {thread.failure}") from thread.failure
         return self
-
-    def _start(self) -> None:
-        self._thread = thread = LoopThread(self._serve, name="agl-slime-gateway")
-        thread.start()
-        if thread.failure is not None:
-            self._thread = None
-            address = f"{self.settings.host}:{self.settings.port}"
-            raise ConfigError(f"the gateway cannot listen on {address}: {thread.failure}") from thread.failure
 
     def stop(self) -> None:
         """Cancel all requests and stop listening. Safe to call twice."""
@@ -257,20 +256,18 @@ class Gateway:
                     attempt.end()
                     attempt.cancel_pending()
         finally:
-            self._stop_services()
+            self._services.close()
             await self.access.aclose()
 
     def _start_services(self) -> None:
-        """Hook on the gateway's loop before requests are served."""
-
-    def _stop_services(self) -> None:
-        """Hook on the gateway's loop after the last request; also if the start failed."""
+        """Hook on the gateway's loop before requests are served; what it begins, ``_services`` ends."""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         match = self.addresses.fullmatch(request.path)
         address = match.groupdict() if match is not None else {"path": request.path}
         path = address["path"] or "/"
-        protocol = _protocol_of(path, request)
+        default = "/messages" if "anthropic-version" in request.headers else "/chat/completions"
+        protocol = PROTOCOLS.get(path) or PROTOCOLS[default]  # of errors
         attempt: Attempt | None = None
         try:
             if (answer := await self._service_response(request, path, address)) is not None:
@@ -429,12 +426,6 @@ def client_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters under OpenAI's names, without the run's internal ones: agents pass them to a client."""
     public = {name: value for name, value in sampling.items() if name not in run_parameters(sampling)}
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in public.items()}
-
-
-def _protocol_of(path: str, request: web.Request) -> Protocol:
-    """The protocol for errors."""
-    default = "/messages" if "anthropic-version" in request.headers else "/chat/completions"
-    return PROTOCOLS.get(path) or PROTOCOLS[default]
 
 
 async def _off_loop(call: Call, result: CallResult, write: Callable[[CallResult], T]) -> T:

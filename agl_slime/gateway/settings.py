@@ -54,11 +54,7 @@ class GatewaySettings:
             ("branches", lambda value: value in ("all", "used", "last"), "one of all, used, last"),
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
             ("max_turns max_trajectory_tokens max_in_flight", lambda value: value > 0, "above 0"),
-            (
-                "public_url",
-                lambda value: value is None or value.startswith(("http://", "https://")),
-                "an http:// or https:// URL",
-            ),
+            ("public_url", lambda value: value.startswith(("http://", "https://")), "an http:// or https:// URL"),
             ("max_body_mb max_messages", lambda value: value > 0, "above 0"),
             ("untrained_models", lambda value: not {*value} & {*self.trained_models}, "other models than the trained"),
         )

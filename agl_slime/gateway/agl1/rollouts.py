@@ -76,15 +76,12 @@ class Rollouts:
         self._feed = FinishedFeed()
         self._deleted: OrderedDict[str, None] = OrderedDict()
         self._dead_controllers: set[str] = set()
-        self._unsubscribe: Callable[[], object] = lambda: None
         self.unreadable = 0
         """Number of rollouts that listings left out because 1.0 has no form for them."""
 
-    def start(self) -> None:
-        self._unsubscribe = self._store.subscribe_finished(self._feed.append)
-
-    def stop(self) -> None:
-        self._unsubscribe()
+    def start(self) -> Callable[[], object]:
+        """Note the ends of rollouts from now on; the returned function stops it."""
+        return self._store.subscribe_finished(self._feed.append)
 
     async def create(self, creates: Sequence[Create]) -> orjson.Fragment:
         """Create rollouts; returns their JSON. An id that exists returns the existing rollout."""
@@ -241,9 +238,6 @@ class Rollouts:
         self._deleted[rollout_id] = None
         while len(self._deleted) > _MAX_DELETED:
             self._deleted.popitem(last=False)
-
-    async def attempts(self, rollout_id: str) -> list[str]:
-        return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
 
     def _json_of(self, rollout: Rollout) -> bytes:
         """A rollout as 1.0's JSON. Raises ``GatewayRequestError`` if 1.0 has no form for it."""

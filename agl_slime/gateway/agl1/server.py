@@ -117,11 +117,7 @@ class ControllerGateway(StoreGateway):
 
     def _start_services(self) -> None:
         super()._start_services()
-        self.rollouts.start()
-
-    def _stop_services(self) -> None:
-        self.rollouts.stop()
-        super()._stop_services()
+        self._services.callback(self.rollouts.start())
 
     def fail_rollouts_of(self, controller: str) -> None:
         """Fail the running rollouts of a dead controller. From any thread; returns at once."""
@@ -138,8 +134,11 @@ class ControllerGateway(StoreGateway):
     async def _service_response(self, request: web.Request, path: str, address: Address) -> web.Response | None:
         if path == "/healthz":
             return json_response({"status": "ok"})
-        if address.get("rollout") is not None:
-            return self._paused_response()
+        if address.get("rollout") is not None:  # of a model call
+            if (pause := self._paused) is None:
+                return None
+            headers = {"Retry-After": str(pause.retry_after_seconds), "X-Agl-Paused": "true"}
+            return json_response({"error": "gateway paused", "reason": pause.reason}, status=429, headers=headers)
         matches = [(*route, match) for route in self._api if (match := route[1].fullmatch(path)) is not None]
         if not matches:
             return None
@@ -181,8 +180,8 @@ class ControllerGateway(StoreGateway):
         return json_response(await self.rollouts.terminal(position, limit))
 
     async def _detail(self, request: web.Request, rollout_id: str) -> web.Response:
-        view = await self.rollouts.view(rollout_id)
-        return json_response({"rollout": view, "attempts": await self.rollouts.attempts(rollout_id)})
+        view, latest = await self.rollouts.view(rollout_id), await self._store.get_latest_attempt(rollout_id)
+        return json_response({"rollout": view, "attempts": [] if latest is None else ["0"]})
 
     async def _patch(self, request: web.Request, rollout_id: str) -> web.Response:
         status = (await _body(request, Patch.model_validate)).status
@@ -238,9 +237,8 @@ class ControllerGateway(StoreGateway):
 
     async def _list_models(self, request: web.Request) -> web.Response:
         llm = await self._current_llm()
-        return json_response(
-            [] if llm is None else [{"model": llm.model, "endpoint": shown_url(llm.endpoint), "version": 0}]
-        )
+        models = [] if llm is None else [Model(model=llm.model, endpoint=shown_url(llm.endpoint)).model_dump()]
+        return json_response(models)
 
     async def _register(self, request: web.Request) -> web.Response:
         models, llm = await _body(request, _MODELS.validate_python), await self._current_llm()
@@ -274,13 +272,6 @@ class ControllerGateway(StoreGateway):
         pause = self._paused or Pause()
         running = sum(attempt.running for attempt in self._attempts.values())
         return json_response({"paused": self._paused is not None, **pause.model_dump(), "inflight": running})
-
-    def _paused_response(self) -> web.Response | None:
-        """The response to model calls while they are paused; ``None`` if they are not."""
-        if self._paused is None:
-            return None
-        headers = {"Retry-After": str(self._paused.retry_after_seconds), "X-Agl-Paused": "true"}
-        return json_response({"error": "gateway paused", "reason": self._paused.reason}, status=429, headers=headers)
 
     # -- model calls --------------------------------------------------------------------------------------------------
 

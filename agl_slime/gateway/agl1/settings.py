@@ -84,9 +84,8 @@ class ControllerSettings:
             if not name.isidentifier() or not path:
                 raise ConfigError(f"env_map {name}={path}: expected NAME=input.path")
         if self.python is not None and self.job_template is not None:
-            raise ConfigError(
-                "a controller for Kubernetes is started beside the cluster, not as a child: leave out python"
-            )
+            message = "a controller for Kubernetes is started beside the cluster, not as a child: leave out python"
+            raise ConfigError(message)
         require_token(self.host, self.key, setting=KEY_VARIABLE)
         check_ranges(
             self,
