@@ -274,8 +274,7 @@ def _server_result(value: Any) -> str:
 
 
 def _tools(tools: Any) -> Tools:
-    """The tools of a request. Deferred tools are shown when the client's search finds them, or at the beginning if a
-    server tool would search."""
+    """The tools of a request. Deferred ones are shown when the client finds them, at once if a server would search."""
     listed: list[dict[str, Any]] = []
     deferred: list[dict[str, Any]] = []
     server_tools: list[str] = []

@@ -111,7 +111,7 @@ class Attempt:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def admit(self, key: bytes) -> None:
-        """Begin a request, whose digest is ``key``; ``release`` ends it. Raises ``GatewayRequestError`` at the limit of
+        """Begin a request of digest ``key``; ``release`` ends it. Raises ``GatewayRequestError`` at the limit of
         concurrent requests and after the end."""
         self._check_open()
         if self.running >= self.settings.max_in_flight:
@@ -248,7 +248,7 @@ class Attempt:
             try:
                 answer = await session.ask(sampling=sampling, delivered=lambda: response.delivered[index], **options)
             except BaseException:
-                tree.release(conversation)
+                conversation.busy = False
                 raise
             generation = answer.generation
             choice, ids = reading.choice(generation, call, session)

@@ -56,8 +56,7 @@ _shared: dict[tuple[str, bytes], _ReadRequest] = {}  # parsed tools that attempt
 
 @dataclass(slots=True)
 class Request:
-    """A request as bytes. ``key`` is equal for equal requests; ``new`` is the part after the head of ``previous``, and
-    ``digest`` the digest of both."""
+    """A request as bytes. Equal ones have one ``key``; ``new`` follows ``previous``'s head, ``digest`` is of both."""
 
     path: str
     raw: bytes
@@ -98,8 +97,7 @@ class Bodies:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         settings: GatewaySettings = _SETTINGS,
     ) -> tuple[Mapping[str, Any], Call]:
-        """The body, whose list has only the items that writing an answer needs, and the call with all messages. Raises
-        ``GatewayRequestError``."""
+        """The body, its list with the items that an answer needs, and the call. Raises ``GatewayRequestError``."""
         if (extended := await self._extend(request, protocol, histories, settings)) is not None:
             return extended
         large = len(request.raw) > INLINE_PARSE_BYTES
@@ -171,8 +169,7 @@ def _check(call: Call, protocol: Protocol, max_messages: int, *, start: int = 0)
 
 
 def _with_shared_parts(request: _ReadRequest) -> _ReadRequest:
-    """``request`` with the body and tools of an equal one of another attempt: the parsed tools of an agent are as large
-    as many turns."""
+    """``request`` with body and tools of an equal one of another attempt: parsed tools are as large as many turns."""
     key = request.path, request.tail
     if (shared := _shared.get(key)) is None:
         if len(_shared) >= _MAX_SHARED:

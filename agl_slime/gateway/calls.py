@@ -86,8 +86,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One answer. ``finish`` is ``stop``, ``length`` or ``tool_calls``; ``generation`` is ``None`` for the empty answer
-    after a rollout's limit."""
+    """One answer. ``finish`` is ``stop``, ``length`` or ``tool_calls``; ``generation`` is ``None`` after a limit."""
 
     reasoning: str = ""
     content: str = ""
@@ -99,10 +98,6 @@ class Choice:
     def token_ids(self) -> list[int]:
         """The sampled ids, including the stop token."""
         return list(self.generation.output_ids) if self.generation is not None else []
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.generation.output_ids) if self.generation is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +118,7 @@ class CallResult:
 
     @property
     def output_tokens(self) -> int:
-        return sum(choice.output_tokens for choice in self.choices)
+        return sum(len(choice.generation.output_ids) for choice in self.choices if choice.generation is not None)
 
 
 # -- reading fields ---------------------------------------------------------------------------------------------------

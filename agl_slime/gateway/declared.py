@@ -1,8 +1,7 @@
 """Tools that clients declare, in any protocol: functions, and tools with a type instead of parameters.
 
 A tool that the client runs becomes a function with the parameters that the type's publisher documents; its calls go
-back in the client's form. Tools of the provider's servers are left out of the prompt and listed in ``server_tools``.
-Any other type is refused by name.
+back in the client's form. Tools of the provider's servers are listed in ``server_tools`` alone, others are refused.
 """
 
 from __future__ import annotations

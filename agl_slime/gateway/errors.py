@@ -40,11 +40,8 @@ def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestErr
     if isinstance(error, RecursionError):
         return GatewayRequestError("the request is nested too deeply", code="invalid_value")
     if isinstance(error, ContextOverflowError):
-        return GatewayRequestError(
-            f"This model's maximum context length is exceeded: {error}",
-            code="context_length_exceeded",
-            param="messages",
-        )
+        message = f"This model's maximum context length is exceeded: {error}"
+        return GatewayRequestError(message, code="context_length_exceeded", param="messages")
     if isinstance(error, (EngineRequestError, PromptError)):
         return GatewayRequestError(str(error), code="invalid_request")
     if isinstance(error, EngineServerError):  # overloaded, after retries

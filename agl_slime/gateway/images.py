@@ -19,8 +19,7 @@ _ROLES_WITH_IMAGES = (None, "user", "tool")
 async def marked_body(
     raw: bytes, body: dict[str, Any], settings: ImageSettings
 ) -> tuple[dict[str, Any], dict[str, Image]]:
-    """``body`` with marks for images, and the images by hash. Raises ``GatewayRequestError`` for an image beyond a
-    limit, naming the limit."""
+    """``body`` with marks for images, and these by hash. Raises ``GatewayRequestError`` naming an exceeded limit."""
     images: dict[str, Image] = {}
     if b"image" not in raw:
         return body, images

@@ -265,8 +265,7 @@ def declared_tools(
 
 
 def read_tools(tools: Any, item_tools: list[dict[str, Any]]) -> Tools:
-    """The tools of a request and of its items. Deferred tools are shown at the beginning unless the client searches for
-    tools."""
+    """The tools of a request and of its items. Deferred ones are shown at once unless the client searches for tools."""
     listed, deferred, server_tools = [], [], []
     declared = [*declared_tools(tools)]
     searches = any(name == "tool_search" and function is not None for name, _, _, function in declared)

@@ -21,11 +21,9 @@ Message = dict[str, Any]
 _ROLES = {"developer": "system", "function": "tool"}
 _TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
-_TRANSPORT = {
-    # with a hash of the request in 2.1.117; CLAUDE_CODE_ATTRIBUTION_HEADER=0 leaves it out
-    "Claude Code": re.compile(r"\Ax-anthropic-billing-header:(?: \w+=[^;\n]*;)*[\n ]?"),
-}
-"""By client, the text that it puts before the system prompt for its vendor's server."""
+_TRANSPORT = re.compile(r"\Ax-anthropic-billing-header:(?: \w+=[^;\n]*;)*[\n ]?")
+"""The text of Claude Code before the system prompt for its vendor's server, with a hash of the request in 2.1.117;
+CLAUDE_CODE_ATTRIBUTION_HEADER=0 leaves it out."""
 _PLACEHOLDERS = frozenset({"", "(no content)", "[No message content]", "(empty content)"})
 _PLACEHOLDERS |= {"[System: Empty message content sanitised to satisfy protocol]"}
 """What clients send for an answer without text: Claude Code (two), Qwen Code, LiteLLM."""
@@ -38,9 +36,8 @@ def read_messages(messages: Any) -> list[Message]:
     """OpenAI's chat messages in the form of templates: contents are strings, arguments of calls are objects. Raises
     ``GatewayRequestError`` for anything else."""
     if not isinstance(messages, list) or not messages:
-        raise GatewayRequestError(
-            "messages must be a list of at least one object with a role and a content", param="messages"
-        )
+        message = "messages must be a list of at least one object with a role and a content"
+        raise GatewayRequestError(message, param="messages")
     return [_read(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
@@ -80,11 +77,8 @@ def _read_call(call: Any, param: str) -> dict[str, Any]:
             arguments = encodable(json.loads(arguments)) if arguments.strip() else None
     except ValueError:
         pass  # malformed arguments stay the model's text
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
-    }
+    read = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": read}
 
 
 def check_results(messages: Sequence[Message], message: str, *, in_text: bool, start: int = 0) -> None:
@@ -139,10 +133,7 @@ def text_of(content: Any, param: str, *, join: str = " ") -> str:
 
 def system_text(content: Any, param: str, *, join: str = " ") -> str:
     """``text_of`` a system prompt, without text that is the transport's."""
-    text = text_of(content, param, join=join)
-    for pattern in _TRANSPORT.values():
-        text = pattern.sub("", text)
-    return text
+    return _TRANSPORT.sub("", text_of(content, param, join=join))
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

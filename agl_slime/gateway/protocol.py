@@ -115,9 +115,8 @@ class Protocol(ABC):
         """Hook: raises ``GatewayRequestError`` for headers whose request cannot be read from its body alone."""
 
     def read_more(self, items: list[Any], histories: Histories) -> list[Message]:
-        """The messages that ``read`` would add for ``items`` appended to ``list_field`` after a message that is no
-        answer; none if a body is always read whole. Raises ``GatewayRequestError``, also for items that change more
-        than the messages."""
+        """The messages that ``read`` would add for ``items`` after a message of ``list_field`` that is no answer; none
+        if a body is always read whole. Raises ``GatewayRequestError``, also for items that change more."""
         return []
 
     def kept_items(self, items: list[Any]) -> list[Any]:
@@ -207,9 +206,8 @@ def list_of_models(roles: Mapping[str, LLM], name: str, *, since: datetime) -> d
     """The models of a rollout in a form that both SDKs read, or the one with this ``name``."""
     head = {"object": "model", "created": int(since.timestamp()), "owned_by": "agl-slime"}
     head |= {"type": "model", "created_at": since.isoformat(timespec="seconds")}
-    cards = [
-        {"id": model, "display_name": model, **head} for model in dict.fromkeys(llm.model for llm in roles.values())
-    ]
+    models = dict.fromkeys(llm.model for llm in roles.values())
+    cards = [{"id": model, "display_name": model, **head} for model in models]
     if name:
         return {**cards[0], "id": name}
     return {"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None}

@@ -33,8 +33,7 @@ class RawMatch(Match):
 
 @dataclass(slots=True)
 class _NodeDigests:
-    """Lengths in characters and digests of a node's prompt, and of prompt plus answer. Texts that extend each other
-    would take quadratic memory."""
+    """Characters and digest of a node's prompt, and of prompt plus answer; texts would take quadratic memory."""
 
     prompt_chars: int
     prompt_digest: bytes

@@ -15,11 +15,10 @@ from typing import Any
 
 from aiohttp import web
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, run_parameters
+from agl_slime.agent.access import LLM_RESOURCE, limits_of, run_parameters
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Address, TokenGateway
-from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.client import listen_for_ends
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM
@@ -34,19 +33,11 @@ class StoreGateway(TokenGateway):
 
     Args:
         llm: engine, model and sampling parameters of rollouts whose resources have none.
-        token: opens all addresses, in ``/k/TOKEN`` or as API key; optional on a loopback address.
+        options: ``token``, ``settings`` and ``access`` of ``TokenGateway``.
     """
 
-    def __init__(
-        self,
-        *,
-        store: LightningStore,
-        llm: LLM | None,
-        token: str | None = None,
-        settings: GatewaySettings | None = None,
-        access: EngineAccess | None = None,
-    ) -> None:
-        super().__init__(token=token, settings=settings, access=access)
+    def __init__(self, *, store: LightningStore, llm: LLM | None, token: str | None = None, **options: Any) -> None:
+        super().__init__(token=token, **options)
         self._store, self._llm = store, llm
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
         self._returning: asyncio.Future[None] | None = None  # a reference keeps the task alive

@@ -164,10 +164,8 @@ def _conversation(body: Mapping[str, Any], histories: Histories) -> str:
         message = "previous_response_id cannot be used in conjunction with conversation"
         raise GatewayRequestError(message, code="mutually_exclusive_parameters", param="previous_response_id")
     if not isinstance(conversation_id, str) or conversation_id not in histories:
-        message = (
-            f"Conversation with id {conversation_id!r:.80} not found in this rollout: POST /v1/conversations makes one"
-        )
-        raise GatewayRequestError(message, status=404, param="conversation")
+        problem = f"Conversation with id {conversation_id!r:.80} not found in this rollout"
+        raise GatewayRequestError(f"{problem}: POST /v1/conversations makes one", status=404, param="conversation")
     return conversation_id
 
 
@@ -329,12 +327,8 @@ def _call(item_id: str, call: ToolCall, kind: str, namespace: str) -> dict[str, 
 
 def _reasoning(answer_id: str, text: str, body: Mapping[str, Any]) -> dict[str, Any]:
     form = _form_of_thinking(body)
-    return {
-        "id": f"rs_{answer_id}",
-        "type": "reasoning",
-        "summary": [],
-        form.field: [{"type": form.type, "text": text}],
-    }
+    item = {"id": f"rs_{answer_id}", "type": "reasoning", "summary": []}
+    return {**item, form.field: [{"type": form.type, "text": text}]}
 
 
 def _message(answer_id: str, text: str, status: str = "completed", logprobs: Any = ()) -> dict[str, Any]:

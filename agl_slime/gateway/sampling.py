@@ -59,11 +59,9 @@ def sampling_for(
     if not constraint:
         return sampling, ""
     if constraints == "refuse":
-        raise GatewayRequestError(
-            f"{_name(call)} would be sampled under a constraint, which cannot be trained; leave it out, or set "
-            "constraints to mask or drop",
-            param=_name(call),
-        )
+        problem = f"{_name(call)} would be sampled under a constraint, which cannot be trained"
+        message = f"{problem}; leave it out, or set constraints to mask or drop"
+        raise GatewayRequestError(message, param=_name(call))
     _explain_once(_name(call), constraints)
     if constraints == "drop":
         overridden[f"overridden/{_name(call)}"] += 1
@@ -90,10 +88,8 @@ def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints)
     offered = [tool["function"] for tool in call.offered]
     allowed = offered if call.allowed is None else [tool for tool in offered if tool["name"] in call.allowed]
     if call.tool_choice == "auto" and len(allowed) < len(offered) and constraints != "drop":
-        message = (
-            "tool_choice allowed_tools with mode auto cannot be enforced; use required, or set constraints to drop"
-        )
-        raise GatewayRequestError(message, param="tool_choice")
+        problem = "tool_choice allowed_tools with mode auto cannot be enforced"
+        raise GatewayRequestError(f"{problem}; use required, or set constraints to drop", param="tool_choice")
     if call.constraint or call.tool_choice in ("auto", "none"):
         return call.constraint
     forced = [tool for tool in allowed if call.tool_choice in ("required", tool["name"])]
@@ -101,9 +97,6 @@ def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints)
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
     form = parser.forced_grammar(forced) if parser is not None else None
     if constraints == "mask" and form is None:
-        raise GatewayRequestError(
-            f"tool_choice cannot force calls in the format of {type(parser).__name__}; use auto, or set constraints to "
-            "drop",
-            param="tool_choice",
-        )
+        problem = f"tool_choice cannot force calls in the format of {type(parser).__name__}"
+        raise GatewayRequestError(f"{problem}; use auto, or set constraints to drop", param="tool_choice")
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}

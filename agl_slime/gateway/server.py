@@ -178,21 +178,18 @@ class Gateway:
             if isinstance(llm, LLM) and not isinstance(llm, ProxyLLM) and llm.endpoint == main.endpoint
         }
         roles = {LLM_RESOURCE: main, **{name: llm for name, llm in llms.items() if llm is not main}}
-        attempt = Attempt(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            roles=roles,
-            settings=self.settings,
-            access=self.access,
-            write=write,
-            **options,
-        )
-        self._attempts[rollout_id, attempt_id] = attempt
+        attempt = self._make_attempt(rollout_id, attempt_id, roles=roles, write=write, **options)
         self._by_secret[attempt.secret] = attempt
         served = {
             name: self._address(attempt, llm, LLM_RESOURCE if llm is main else name) for name, llm in llms.items()
         }
         return attempt, ServedResources({**resources, **served})
+
+    def _make_attempt(self, rollout_id: str, attempt_id: str, **options: Any) -> Attempt:
+        options |= {"settings": self.settings, "access": self.access}
+        attempt = Attempt(rollout_id=rollout_id, attempt_id=attempt_id, **options)
+        self._attempts[rollout_id, attempt_id] = attempt
+        return attempt
 
     def _address(self, attempt: Attempt, llm: LLM, role: str) -> LLM:
         address = f"{self.url}/k/{attempt.secret}/rollout/{attempt.rollout_id}/attempt/{attempt.attempt_id}"
@@ -246,9 +243,8 @@ class Gateway:
         settings = self.settings
         try:
             async with listening(app, host=settings.host, port=settings.port, backlog=4096, **options) as local:
-                self.url = (
-                    settings.public_url or http_url(public_host(settings.host), urlsplit(local).port or 80)
-                ).rstrip("/")
+                own_url = http_url(public_host(settings.host), urlsplit(local).port or 80)
+                self.url = (settings.public_url or own_url).rstrip("/")
                 self._start_services()
                 ready()
                 await self._stop.wait()
@@ -386,8 +382,7 @@ class Gateway:
     async def _stream(
         self, http: web.Request, protocol: Protocol, body: Any, call: Call, pending: PendingResponse, decode: Any
     ) -> web.StreamResponse:
-        """Send events while the answer is sampled. A failure before the first event is a response with a status, a
-        later one an event."""
+        """Send events while the answer is sampled; a failure before the first is a status, a later one an event."""
         head = CallResult(id=pending.id, created=pending.created, model=call.model, choices=(Choice(),) * call.n)
         stream = protocol.stream(body, head, decode)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -414,8 +409,7 @@ class Gateway:
             return response
 
     def _refusal(self, error: BaseException, request: str) -> GatewayRequestError:
-        """The refusal for an error; an unexpected one is logged with ``request``, which has no address: that has a
-        secret."""
+        """The refusal for an error; an unexpected one is logged with ``request``, without its address and secret."""
         refusal = refusal_of(error, most_mb=self.settings.max_body_mb)
         if refusal.status == 500 and not isinstance(error, AglSlimeError):
             logger.error("%s failed.", request, exc_info=error)
@@ -457,14 +451,5 @@ class TokenGateway(Gateway):
     def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **options: Any) -> Attempt:
         """Begin an attempt whose spans go to ``store``."""
         recording = Recording(rollout_id, attempt_id, store=store, forgets=True)
-        attempt = self._attempts[rollout_id, attempt_id] = Attempt(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            roles={LLM_RESOURCE: llm},
-            settings=self.settings,
-            access=self.access,
-            write=recording.add_instant,
-            flush=recording.write,
-            **options,
-        )
-        return attempt
+        options |= {"write": recording.add_instant, "flush": recording.write}
+        return self._make_attempt(rollout_id, attempt_id, roles={LLM_RESOURCE: llm}, **options)

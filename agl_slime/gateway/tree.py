@@ -2,8 +2,7 @@
 
 Clients send the whole history with each request. It is matched message by message with the tree, and matched messages
 are taken from there: an answer has the text and tokens that were sampled, whatever its client made of them. The match
-ends at the first unknown message. An answer that could be one of several siblings with different tokens counts as
-unknown: nothing is guessed.
+ends at the first unknown message, also an answer that could be one of several siblings with different tokens.
 
 A ``Conversation`` has one ``RolloutSession``. A request that continues its last answer extends it; a request that
 continues from elsewhere, or while the conversation is busy, gets a branch, which keeps the tokens of the shared prefix.
@@ -134,7 +133,7 @@ class Tree:
         return Match(whole, len(matched), keys, path.state, path.node, conversation, fork)
 
     def acquire(self, match: Match) -> Conversation:
-        """The conversation to ask for this request; it is busy until ``add_answer`` or ``release``."""
+        """The conversation to ask for this request; it is busy until ``add_answer``, or the caller's failure."""
         conversation = match.conversation
         if conversation is None:
             conversation = Conversation(self.open_session(match.messages))
@@ -144,10 +143,6 @@ class Tree:
         conversation.busy = True
         self._conversations.setdefault(0, conversation)
         return conversation
-
-    def release(self, conversation: Conversation) -> None:
-        """End a request without an answer."""
-        conversation.busy = False
 
     def add_answer(
         self,
@@ -287,8 +282,7 @@ def _same_tokens(nodes: Sequence[Node]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """An answer, the answer that its request continued, its ``place`` in a tree, and the ticks of the attempt's clock
-    at its request and at its end."""
+    """An answer, the one that its request continued, its ``place`` in a tree, and the attempt's clock at both ends."""
 
     node: Node
     parent: Node | None

@@ -22,8 +22,7 @@ _REWARD_SPAN = "agentlightning.annotation"
 
 
 def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
-    """Name and attributes of an event's span. Raises ``pydantic.ValidationError`` for a reward that is no finite
-    number."""
+    """Name and attributes of an event's span. Raises ``ValidationError`` for a reward that is no finite number."""
     if event.event_type != "reward":
         return EVENT_SPAN, {_TYPE: event.event_type, _DATA: json_bytes(event.data).decode()}
     reward = RewardData.model_validate(event.data)
@@ -93,10 +92,8 @@ def _posted_event(span: Span) -> tuple[str, dict[str, Any]] | None:
 
 def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) -> dict[str, Any]:
     version = turn.weight_versions[-1].version if turn.weight_versions else None
-    server = {
-        "model": attributes.get(names.REQUEST_MODEL),
-        "version": int(version) if version is not None and version.isdecimal() else version,
-    }
+    number = int(version) if version is not None and version.isdecimal() else version
+    server = {"model": attributes.get(names.REQUEST_MODEL), "version": number}
     log_probs = turn.log_probs.tolist() if turn.log_probs is not None else None
     status: dict[str, Any] = {"server": server, "http_status": 200, "status": "ok"}
     if triplet:

@@ -18,13 +18,14 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 import orjson
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
+from agl_slime.agent.access import LLM_RESOURCE
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.agl1.events import events_of, refused_call, span_of
 from agl_slime.gateway.agl1.rollouts import UNREADABLE, Rollouts, reason_of
@@ -43,7 +44,6 @@ from agl_slime.gateway.agl1.schemas import (
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.server import Address
-from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM
@@ -71,7 +71,7 @@ class ControllerGateway(StoreGateway):
 
     Args:
         config: the agent that the controller starts for rollouts without a configuration.
-        key: the key of clients.
+        key: the key of clients; ``options`` are ``settings`` and ``access`` of ``Gateway``.
     """
 
     # fields that 1.0's proxy adds to requests
@@ -81,15 +81,9 @@ class ControllerGateway(StoreGateway):
     }
 
     def __init__(
-        self,
-        *,
-        store: BridgeStore,
-        config: Config | None = None,
-        key: str | None = None,
-        settings: GatewaySettings | None = None,
-        access: EngineAccess | None = None,
+        self, *, store: BridgeStore, config: Config | None = None, key: str | None = None, **options: Any
     ) -> None:
-        super().__init__(store=store, llm=None, token=key, settings=settings, access=access)
+        super().__init__(store=store, llm=None, token=key, **options)
         self.rollouts = Rollouts(store, config=config or Config())
         self.polls = 0
         """How often controllers have listed rollouts."""
@@ -151,7 +145,10 @@ class ControllerGateway(StoreGateway):
         try:
             return await handler(request, **match.groupdict())
         except ValidationError as error:
-            return json_response({"detail": _details(error)}, status=422)
+            # in FastAPI's form, without the values, which JSON may not represent
+            details = error.errors(include_url=False, include_context=False, include_input=False)
+            shown = [{**detail, "loc": [*map(str, detail["loc"])]} for detail in details]
+            return json_response({"detail": shown}, status=422)
         except GatewayRequestError as error:
             return _error(error.status, str(error))
 
@@ -231,9 +228,8 @@ class ControllerGateway(StoreGateway):
             return json_response([])
         spans = await self._store.query_spans(rollout_id, latest.attempt_id)
         kind, triplet = request.query.get("event_type"), request.query.get("format") == "triplet"
-        return await run_in_thread(
-            lambda: json_response(events_of(rollout_id, spans, event_type=kind, triplet=triplet))
-        )
+        read = partial(events_of, rollout_id, spans, event_type=kind, triplet=triplet)
+        return await run_in_thread(lambda: json_response(read()))
 
     async def _list_models(self, request: web.Request) -> web.Response:
         llm = await self._current_llm()
@@ -311,12 +307,6 @@ def _controller_of(request: web.Request) -> str:
 
 def _error(status: int, message: str) -> web.Response:
     return json_response({"detail": message}, status=status)
-
-
-def _details(error: ValidationError) -> list[dict[str, Any]]:
-    """FastAPI's form of validation errors, without the values, which JSON may not represent."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    return [{**detail, "loc": [*map(str, detail["loc"])]} for detail in details]
 
 
 def _read_creates(value: Any) -> list[Create]:
