@@ -27,9 +27,8 @@ WAIT = "--wait"  # instead of all flags: import the engine's libraries, then rea
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m agl_slime.engine", description="Serve a small checkpoint on the CPU with SGLang's protocol."
-    )
+    about = "Serve a small checkpoint on the CPU with SGLang's protocol."
+    parser = argparse.ArgumentParser(prog="python -m agl_slime.engine", description=about)
     add, token = parser.add_argument, os.environ.get(TOKEN_VARIABLE)
     add("--model-path", required=True, help="directory of a Hugging Face checkpoint with its tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on; any other than this machine's own needs --token")
@@ -80,9 +79,8 @@ async def _serve(args: argparse.Namespace) -> int:
     try:
         from agl_slime.engine.server import load_server
     except ImportError as error:
-        raise MissingDependencyError(
-            f'the embedded engine needs torch and safetensors ({error}): pip install "agl-slime[local]"'
-        ) from error
+        message = f'the embedded engine needs torch and safetensors ({error}): pip install "agl-slime[local]"'
+        raise MissingDependencyError(message) from error
     # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait
     # that long to get it back from a busy event loop.
     sys.setswitchinterval(0.0002)

@@ -30,8 +30,7 @@ class Step:
         self._positions = torch.zeros(0, dtype=torch.long)
 
     def prefill(self, start: int, rows: torch.Tensor, cached: int, length: int) -> None:
-        """Add the tokens of ``rows``, one row after the other, from ``start`` on: places ``cached`` to ``length`` of
-        each."""
+        """Add the tokens of ``rows``, row after row, from ``start`` on: places ``cached`` to ``length`` of each."""
         mask = None
         if cached:
             mask = torch.arange(length) <= torch.arange(cached, length).unsqueeze(1)
@@ -54,10 +53,9 @@ class Step:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Store ``key`` and ``value`` [heads, tokens, head dim] and attend with ``query``: [tokens, query heads, head
-        dim]."""
+        """Store ``key`` and ``value`` [heads, tokens, dim] and attend with ``query``: [tokens, query heads, dim]."""
         if self._blocks is not None:
-            return self._attend_decode(self._keys[layer], self._values[layer], query, key, value, scale)
+            return self._attend_decode(layer, query, key, value, scale)
         heads, tokens, dim = query.shape
         groups = heads // key.shape[0]
         out = query.new_empty(tokens, heads, dim)
@@ -76,16 +74,9 @@ class Step:
         return out
 
     def _attend_decode(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        n = query.shape[1]
-        rows = torch.arange(n)
+        keys, values, rows = self._keys[layer], self._values[layer], torch.arange(query.shape[1])
         keys[rows, :, self._positions] = key.transpose(0, 1)
         values[rows, :, self._positions] = value.transpose(0, 1)
         # the query heads that share a key head stand where several queries would: nothing is repeated. Two products of

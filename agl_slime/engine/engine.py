@@ -2,8 +2,7 @@
 
 Why not transformers' ContinuousBatching: on a CPU it reaches less than half of this engine's tokens per second, takes
 log-probs after top-p where SGLang takes them before, reports 0 for greedy tokens, has no stop strings, and an empty or
-too long prompt ends its loop. Why not batched ``generate``: a batch ends when its longest sequence does, and requests
-that arrive in between wait.
+too long prompt ends its loop. Why not batched ``generate``: new requests wait until a batch's longest one has ended.
 
 All public methods may be called from any thread; they hand work to the engine's thread, which alone touches the model.
 A single-worker executor, each step queueing the next one, was measured slower by some 10 % of tokens per CPU second.
@@ -40,8 +39,7 @@ _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 class Engine:
-    """Serves requests until ``close``; ``submit`` returns at once and the request's ``on_finish`` is called in the
-    engine's thread.
+    """Serves requests until ``close``; ``submit`` returns at once, and ``on_finish`` is called in the engine's thread.
 
     ``max_running`` rows decode together; the rest wait in order of arrival. ``context_length`` counts the tokens of
     prompt and response together, by default the model's; ``max_total_tokens`` bounds the KV cache, by
@@ -108,8 +106,7 @@ class Engine:
     # -- called from other threads ------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none. Raises ``BadRequest`` for a prompt or id that cannot be served, ``EngineError``
-        when the engine has stopped."""
+        """Queue requests, all or none. Raises ``BadRequest`` for a wrong one, ``EngineError`` when stopped."""
         for request in requests:
             request.check(context_length=self.context_length, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         with self._wake:
@@ -124,8 +121,7 @@ class Engine:
             self._wake.notify()
 
     def abort(self, rid: str | None = None) -> Future[int]:
-        """End the request ``rid``, or all of them; running ones keep their tokens so far. The result is the number of
-        ended requests."""
+        """End the request ``rid``, or all; running ones keep their tokens. The result is the number of ended ones."""
         return self._call(lambda: self._abort(rid))
 
     def pause(self, mode: str = "abort") -> Future[None]:
@@ -154,8 +150,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running or waiting; during a pause, which holds them back, waiting ones do not count:
-        SGLang can be flushed meanwhile."""
+        """Whether no request runs or waits; in a pause waiting ones do not count: SGLang can be flushed meanwhile."""
         with self._wake:
             return not (self._running if self.paused else self._by_rid)
 
@@ -395,12 +390,8 @@ def _size(count: float) -> str:
 
 
 def _eos_ids(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
-    sources: list[Any] = [
-        getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)
-    ]
-    return frozenset(
-        i for ids in sources if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else (ids,))
-    )
+    listed = [getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)]
+    return frozenset().union(*(ids if isinstance(ids, (list, tuple)) else (ids,) for ids in listed)) - {None}
 
 
 def _resolve(future: Future[T], function: Callable[[], T]) -> None:

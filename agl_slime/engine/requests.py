@@ -1,5 +1,4 @@
-"""Requests and their validation: sampling parameters and the body of ``/generate``, with SGLang's names, defaults and
-error texts."""
+"""Requests and their validation: sampling parameters and ``/generate``, with SGLang's names, defaults and errors."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ M = TypeVar("M", bound=BaseModel)
 Encode = Callable[..., list[int]]
 """A tokenizer's ``encode``."""
 
-# Parameters of SGLang that change sampling and are not supported here: refused when set, never ignored. The value is
-# the one that turns them off.
+# Parameters of SGLang that change sampling and are refused here unless they have the value that turns them off.
 UNSUPPORTED: Mapping[str, Any] = {
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_new_tokens"), 0),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "logit_bias")),
@@ -49,9 +47,8 @@ def parse(model: type[M], body: Any) -> M:
         first = error.errors(include_url=False)[0]
         custom = first.get("ctx", {}).get("error")
         field_name = ".".join(map(str, first["loc"])) or "The body"
-        raise BadRequest(
-            str(custom) if custom else f"{field_name}: {first['msg']}, got {shortened(first['input'])}"
-        ) from None
+        message = f"{field_name}: {first['msg']}, got {shortened(first['input'])}"
+        raise BadRequest(str(custom) if custom else message) from None
 
 
 class Sampling(BaseModel):
@@ -78,9 +75,8 @@ class Sampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take(cls, params: Any) -> Any:
-        settings = {
-            name: value for name, value in (params or {}).items() if value is not None or name == "max_new_tokens"
-        }
+        given = (params or {}).items()
+        settings = {name: value for name, value in given if value is not None or name == "max_new_tokens"}
         for name, off in UNSUPPORTED.items():
             if settings.pop(name, off) not in (off, [], {}):
                 raise ValueError(f"{name} is not supported by the embedded engine: leave it out or use a real SGLang")
@@ -96,25 +92,22 @@ class Sampling(BaseModel):
 
     @model_validator(mode="after")
     def _in_range(self) -> Sampling:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be a non-negative finite number, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}.")
-        if not all(self.stop):
-            raise ValueError(f"stop must hold no empty string, got {self.stop!r}.")
+        for is_valid, words in (
+            (self.temperature >= 0, f"temperature must be a non-negative finite number, got {self.temperature}."),
+            (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}."),
+            (self.top_k >= 1 or self.top_k == -1, f"top_k must be -1 (disable) or at least 1, got {self.top_k}."),
+            ((self.max_new_tokens or 0) >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}."),
+            (self.n >= 1, f"n must be at least 1, got {self.n}."),
+            (all(self.stop), f"stop must hold no empty string, got {self.stop!r}."),
+        ):
+            if not is_valid:
+                raise ValueError(words)
         return self
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """One sequence on its way through the engine; the engine's thread fills the second half and then calls
-    ``on_finish`` once."""
+    """One sequence on its way through the engine, whose thread fills the second half, then calls ``on_finish`` once."""
 
     rid: str
     input_ids: list[int]
@@ -165,9 +158,8 @@ class Request:
         if length == 0:
             raise BadRequest("input_ids cannot be empty.")
         if length >= context_length:
-            raise BadRequest(
-                f"The input ({length} tokens) is longer than the model's context length ({context_length} tokens)."
-            )
+            most = f"the model's context length ({context_length} tokens)"
+            raise BadRequest(f"The input ({length} tokens) is longer than {most}.")
         if max(self.input_ids) >= vocab_size or min(self.input_ids) < 0:
             ids = f"{self.input_ids!s:.100}"
             raise BadRequest(f"The input_ids {ids} contains values greater than the vocab size ({vocab_size}).")
@@ -244,10 +236,8 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
     logprobs = _each(fields.return_logprob, len(prompts), "return_logprob")
     starts = _each(fields.logprob_start_len, len(prompts), "logprob_start_len")
     routed = _each(fields.return_routed_experts, len(prompts), "return_routed_experts")
-    if fields.routed_experts_start_len > min(map(len, prompts)):
-        raise BadRequest(
-            f"routed_experts_start_len={fields.routed_experts_start_len} is higher than the prompt is long."
-        )
+    if (first := fields.routed_experts_start_len) > min(map(len, prompts)):
+        raise BadRequest(f"routed_experts_start_len={first} is higher than the prompt is long.")
     tops = _each(fields.top_logprobs_num, len(prompts), "top_logprobs_num")
     requests = [
         Request(
@@ -257,7 +247,7 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
             top_logprobs=top or 0 if logprob else 0,
-            experts_start=fields.routed_experts_start_len if experts else None,
+            experts_start=first if experts else None,
             seed=None if sampling.sampling_seed is None else sampling.sampling_seed + number,
         )
         for prompt, sampling, logprob, start, top, experts in zip(

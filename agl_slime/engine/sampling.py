@@ -2,12 +2,9 @@
 
 Conventions, all SGLang's:
 
-- The reported log-prob is log_softmax(logits / temperature) at the sampled token, before top_k and top_p cut anything
-  away.
-- Temperature 0 means greedy and its log-prob is at temperature 1, since SGLang turns temperature 0 into temperature 1
-  with top_k 1.
-- top_k and top_p are both applied to the full distribution sorted in descending order; a token stays while the mass
-  before it is at most top_p.
+- The reported log-prob is log_softmax(logits / temperature) at the sampled token, before any cut by top_k and top_p.
+- Temperature 0 means greedy, with the log-prob at temperature 1, since SGLang makes it temperature 1 with top_k 1.
+- top_k and top_p both cut the whole sorted distribution; a token stays while the mass before it is at most top_p.
 
 One difference: SGLang reports the log-prob of a row with top_k 1 and a temperature above 0 at temperature 1 when every
 row of its batch is greedy, and at the row's temperature otherwise. Here it is always at the row's temperature, so that

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,15 +42,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """A sequence's ``log_probs`` ``[len(ids) - start]``, by the weights of ``version``; ``cached`` of its tokens came
-    from the prefix cache."""
+    """``log_probs`` ``[len(ids) - start]`` by weights of ``version``; ``cached`` tokens were in the prefix cache."""
 
     log_probs: NDArray[np.float32]
     version: str = ""
     cached: int = 0
 
 
-class ScoringClient:
+class ScoringClient(AbstractAsyncContextManager["ScoringClient"]):
     """A client that scores tokens with the SGLang at ``base_url``, a server or a router. At most ``in_flight`` requests
     of at most ``batch_tokens`` tokens (a longer sequence is alone) are sent at once, so that an engine that samples
     rollouts, too, is not flooded. From any event loop; ``aclose`` it."""
@@ -66,16 +66,9 @@ class ScoringClient:
         self.vocab_size = vocab_size
         self.batch_tokens = batch_tokens
         self._http = HttpTransport(base_url=base_url, settings=settings or ClientSettings(total_timeout_s=600.0))
+        self.shown_url = self._http.shown_url
         self._in_flight = in_flight
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    @property
-    def shown_url(self) -> str:
-        """The URL without its secrets."""
-        return self._http.shown_url
-
-    async def __aenter__(self) -> ScoringClient:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -84,8 +77,7 @@ class ScoringClient:
         await self._http.aclose()
 
     async def score(self, sequences: Sequence[ScoreRequest]) -> list[ScoreResult | EngineError]:
-        """The scores of each sequence in order, or its error after retries: one that the engine refuses does not fail
-        the others of its batch."""
+        """The scores of each sequence in order, or its error after retries, which does not fail others of its batch."""
         batches = [*_batches(sequences, self.batch_tokens)]
         results = await asyncio.gather(*(self._score_batch(batch) for batch in batches))
         return [result for scored in results for result in scored]
@@ -146,10 +138,8 @@ class ScoringClient:
                 answers = await self._http.send("POST", "/generate", payload, deadline=deadline)
                 if not isinstance(answers, list) or len(answers) != len(batch):
                     raise EngineProtocolError(f"{endpoint} did not answer one result per sequence")
-                return [
-                    parse_scores(answer, sequence, endpoint=endpoint)
-                    for answer, sequence in zip(answers, batch, strict=True)
-                ]
+                pairs = zip(answers, batch, strict=True)
+                return [parse_scores(answer, sequence, endpoint=endpoint) for answer, sequence in pairs]
 
             return await self._http.retry(attempt, endpoint=endpoint, deadline=deadline)
 

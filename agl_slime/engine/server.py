@@ -1,8 +1,7 @@
 """SGLang's HTTP protocol over the embedded engine.
 
-The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have the shapes of
-SGLang 0.5.15, so the same client and tests serve both. Unsupported features (grammars, penalties, LoRA, images)
-are refused with status 400.
+The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have SGLang 0.5.15's
+shapes, for the same client and tests. Unsupported features (grammars, penalties, LoRA, images) are refused with 400.
 """
 
 from __future__ import annotations
@@ -124,10 +123,10 @@ class EmbeddedServer:
                 return json_response({"error": {"message": "Unauthorized"}}, status=401)
             return await handler(request)
         except (BadRequest, RecursionError) as error:
-            openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-            return json_response(
-                openai if request.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400
-            )
+            body: dict[str, Any] = {"error": {"message": str(error)}}
+            if request.path.startswith("/v1/"):
+                body = {"object": "error", **body["error"], "type": "BadRequestError", "param": None, "code": 400}
+            return json_response(body, status=400)
         except web.HTTPException as error:  # an unknown path, too large a body
             return json_response({"error": {"message": error.reason}}, status=error.status)
         except (TimeoutError, AglSlimeError) as error:
@@ -211,9 +210,8 @@ class EmbeddedServer:
             ]
         if request.return_logprob:
             meta["input_token_logprobs"] = [[log_prob, token, None] for log_prob, token in request.input_log_probs]
-            meta["output_token_logprobs"] = [
-                [log_prob, token, None] for log_prob, token in zip(request.log_probs, request.output_ids, strict=True)
-            ]
+            sampled = zip(request.log_probs, request.output_ids, strict=True)
+            meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in sampled]
             meta["output_token_logprobs_length"] = len(request.output_ids)
         if request.experts is not None:
             last = len(request.input_ids) + len(request.output_ids) - 1
@@ -237,7 +235,7 @@ class EmbeddedServer:
         return text
 
     async def _detokenize(self, http: web.Request) -> web.StreamResponse:
-        body = await read_body(http, lambda raw: parse(_DetokenizeBody, _json(raw)))
+        body = await _body(http, _DetokenizeBody)
         options = {"skip_special_tokens": body.skip_special_tokens}
         if not body.tokens or isinstance(body.tokens[0], int):
             return json_response({"text": self._tokenizer.decode(body.tokens, **options)})
@@ -347,9 +345,8 @@ def _json(raw: bytes) -> dict[str, Any]:
 def load_server(
     model_path: str, *, token: str | None, torch_threads: int | None = None, cores: int | None = None, **limits: Any
 ) -> EmbeddedServer:
-    """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is by default 1 for
-    a model so small that more are slower, else ``cores``, by default the cores that this process may use. Raises
-    ``ConfigError``."""
+    """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is 1 for a model so small
+    that more are slower, else ``cores``, by default all that this process may use. Raises ``ConfigError``."""
     if limits.get("deterministic"):
         # MKL, which reads this at its first product, then computes a row alike beside any number of rows
         os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")

@@ -55,8 +55,7 @@ class SGLangProcess(ServerChild):
 
 
 def find_sglang() -> str:
-    """The Python with SGLang that the environment variable names. Raises ``ConfigError`` when it names none, or when
-    that has no SGLang."""
+    """The Python with SGLang that the environment variable names. Raises ``ConfigError`` without it."""
     candidate = os.environ.get(SGLANG_PYTHON, "")
     fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
     if not candidate:

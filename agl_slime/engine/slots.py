@@ -2,8 +2,7 @@
 
 Active rows are always slots 0 … n-1, so a decode step works on views of the cache and copies nothing; a row that ends
 is replaced by the last one. A forward pass takes its tokens as one flat list, whatever sequences they belong to, so no
-token of padding is computed. Works with transformers' causal models whose layers all have full attention (Qwen2, Qwen3,
-Llama).
+token of padding is computed. It serves transformers' causal models with full attention alone (Qwen2, Qwen3, Llama).
 
 **Prefixes are computed once.** A prompt that begins like a row that is active, or like one that has ended and was not
 overwritten yet, copies that KV cache; equal prompts of one prefill, as the members of a group have, are
@@ -48,8 +47,7 @@ class Prefilled:
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """Zeros, since a masked place has weight 0 and 0 * NaN is NaN; by numpy, since torch's zeros commit every page at
-    once."""
+    """Zeros, since a masked place has weight 0 and 0 * NaN is NaN; by numpy: torch's zeros commit all pages at once."""
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
@@ -181,8 +179,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], *, reuse: Sequence[int] | None = None) -> Prefilled:
-        """Fill the next free slots with ``prompts``, of which at most ``reuse`` tokens each may be copied from rows
-        that begin alike."""
+        """Fill free slots with ``prompts``; at most ``reuse`` tokens of each are copied from rows that begin alike."""
         count, first = len(prompts), self.active
         lengths = [len(prompt) for prompt in prompts]
         self._reserve(first + count, max(self.longest, *lengths))
@@ -234,8 +231,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def decode(self, last_ids: torch.Tensor) -> torch.Tensor:
-        """Append ``last_ids`` (int64 [active]) to the active rows and return the logits after them, float32 [active,
-        vocabulary]."""
+        """Append ``last_ids`` (int64 [active]) to the active rows; returns the logits, float32 [active, vocabulary]."""
         n = self.active
         lengths = self.lengths[:n]
         self._reserve(n, int(lengths.max()) + 1)

@@ -23,9 +23,8 @@ def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[
         raise ConfigError(f"model_path {str(directory)!r} holds no model.safetensors: pass a Hugging Face checkpoint")
     # in float64, and tied weights twice, with their names
     if model_bytes is not None and sum(file.stat().st_size for file in files) > 4 * model_bytes + 2**20:
-        raise ConfigError(
-            f"the checkpoint in {str(directory)!r} is too large for this model: pass a checkpoint of this model"
-        )
+        problem = f"the checkpoint in {str(directory)!r} is too large for this model"
+        raise ConfigError(f"{problem}: pass a checkpoint of this model")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except Exception as error:  # a truncated file: safetensors raises its own classes
@@ -59,9 +58,8 @@ def load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
     missing, unknown = sorted(set(parameters) - set(tensors)), sorted(set(tensors) - set(parameters) - tied)
     if missing or unknown:
-        raise ConfigError(
-            f"the checkpoint does not fit the model: missing {missing[:3]}, not in the model {unknown[:3]}"
-        )
+        names = f"missing {missing[:3]}, not in the model {unknown[:3]}"
+        raise ConfigError(f"the checkpoint does not fit the model: {names}")
     for name, tensor in tensors.items():
         if name in parameters and parameters[name].shape != tensor.shape:
             shapes = f"{list(tensor.shape)} and should be {list(parameters[name].shape)}"

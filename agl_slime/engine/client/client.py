@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 _LONG_ANSWER = 4_000  # ids; a longer resumed answer is joined in a thread: decoding takes 1 ms per 2,000
 
 
-class SGLangClient:
+class SGLangClient(AbstractAsyncContextManager["SGLangClient"]):
     """A client of one SGLang server or router, for thousands of concurrent calls.
 
     It may be made in one thread and used in another: connections are opened in the event loop that first needs them.
@@ -91,17 +92,11 @@ class SGLangClient:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self._http = HttpTransport(base_url=base_url, settings=self.settings)
+        self.base_url = self._http.base_url
         # requests that no caller waits for any more, and the tasks that abort them (referenced here, or they could be
         # garbage-collected while they run)
         self._unwanted: deque[str] = deque()
         self._aborters: set[asyncio.Task[None]] = set()
-
-    @property
-    def base_url(self) -> str:
-        return self._http.base_url
-
-    async def __aenter__(self) -> SGLangClient:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -149,9 +144,8 @@ class SGLangClient:
             images: The prompt's images as they are sent; ``input_ids`` are all tokens of the prompt.
             oldest_version: Answers of weights with a lower number are refused: a worker has missed an update.
 
-        Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
-        ``EngineRequestError`` when refused, ``EngineProtocolError`` for an answer that cannot be right, and another
-        ``EngineError`` after retries.
+        Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending if the client knows the sizes),
+        ``EngineRequestError`` if refused, ``EngineProtocolError`` for an impossible answer, ``EngineError`` at last.
         """
         started = time.monotonic()
         deadline = started + self.settings.total_timeout_s
@@ -185,8 +179,7 @@ class SGLangClient:
             except ContextOverflowError as error:
                 limit, length = context_limit(error), len(request.input_ids)
                 if limit is not None and length < limit < length + request.sampling.max_new_tokens:
-                    # the prompt fits and prompt + max_new_tokens does not: ask again within the limit that the server
-                    # named
+                    # the prompt fits and prompt + max_new_tokens does not: ask again within the server's limit
                     self.context_length = limit
                     resumable.limit_context(limit)
                 elif resumable.sampled:
@@ -262,13 +255,11 @@ class SGLangClient:
             raise EngineRequestError("the prompt has no token ids; give at least one")
         wrong = outermost(input_ids)
         if self.vocab_size is not None and not 0 <= wrong < self.vocab_size:
-            raise OutOfVocabularyError(
-                f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"
-            )
+            place = f"outside the model's vocabulary of {self.vocab_size} ids"
+            raise OutOfVocabularyError(f"the prompt holds token id {wrong}, {place}")
         if context_length is not None and len(input_ids) >= context_length:
-            raise ContextOverflowError(
-                f"the prompt has {len(input_ids)} tokens and leaves no room in the context of {context_length}"
-            )
+            problem = f"leaves no room in the context of {context_length}"
+            raise ContextOverflowError(f"the prompt has {len(input_ids)} tokens and {problem}")
 
     # -- control ------------------------------------------------------------------------------------------------------
 
@@ -302,14 +293,12 @@ class SGLangClient:
             return (self.base_url,)  # plain SGLang has no /workers
         workers = parse_workers(listed, endpoint=f"{self._http.shown_url}/workers")
         if len(workers) < least:
-            raise EngineProtocolError(
-                f"the router at {self._http.shown_url} has no workers; start some with --worker-urls"
-            )
+            fix = "start some with --worker-urls"
+            raise EngineProtocolError(f"the router at {self._http.shown_url} has no workers; {fix}")
         return workers
 
     async def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask
-        again."""
+        """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first."""
         await self._post("/flush_cache")
 
     async def lists_weight_versions(self) -> bool:
@@ -346,12 +335,10 @@ class SGLangClient:
             raise EngineRequestError(f"{self._http.shown_url}/update_weights_from_disk answered {str(answer)[:500]}")
 
     async def probe(self, *, timeout_s: float = 10.0) -> EngineDescription:
-        """Describe the server, once at start-up: a wrong URL is one sentence then, and not a run that fails minutes
-        later.
+        """Describe the server, once at start-up: a wrong URL is one sentence then, not a run that fails minutes later.
 
-        Raises ``EngineUnreachableError`` (nothing answers within ``timeout_s``), ``EngineProtocolError`` (the server
-        is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
-        key is wanted).
+        Raises ``EngineUnreachableError`` (no answer within ``timeout_s``), ``EngineProtocolError`` (it is not SGLang),
+        ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API key is wanted).
         """
         url = self._http.shown_url
         try:
@@ -362,17 +349,15 @@ class SGLangClient:
             return EngineDescription(base_url=url, model_path=model_path, weight_version=engine_version(info, url))
         except (EngineUnreachableError, TimeoutError) as error:
             cause = str(error) or f"no answer within {timeout_s:g} s"
-            raise EngineUnreachableError(
-                f"no SGLang at {url}: {cause}; check the URL, that the server is up and that no firewall stands between"
-            ) from error
+            fix = "check the URL, that the server is up and that no firewall stands between"
+            raise EngineUnreachableError(f"no SGLang at {url}: {cause}; {fix}") from error
         except (EngineRequestError, EngineProtocolError) as error:
             if error.status in (401, 403):
                 raise
             raise EngineProtocolError(f"{url} answers but is not SGLang: {error}; check the port") from error
         except EngineServerError as error:
-            raise EngineServerError(
-                f"{url} answers but does not serve: {error}; check the port, or wait until the server has started"
-            ) from error
+            fix = "check the port, or wait until the server has started"
+            raise EngineServerError(f"{url} answers but does not serve: {error}; {fix}") from error
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -389,8 +374,7 @@ class SGLangClient:
         await self._http.call("POST", path, payload, json=False, **limits)
 
     def _abort_soon(self, rid: str) -> None:
-        """Ask the engine to abort ``rid`` without waiting for it; SGLang also notices by itself, seconds later, that
-        the connection is gone."""
+        """Ask the engine to abort ``rid``, without waiting; SGLang sees seconds later that the connection is gone."""
         self._unwanted.append(rid)
         if len(self._aborters) < _ABORTERS:
             task = asyncio.get_running_loop().create_task(self._send_aborts())

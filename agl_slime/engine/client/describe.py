@@ -61,9 +61,8 @@ def end_token_ids(model: str, tokenizer: Any = None) -> frozenset[int]:
 
 
 def vocab_size_of(model: str, tokenizer: Any = None) -> int | None:
-    """The vocabulary size of the checkpoint at ``model``, where that is a directory of this machine, else one more than
-    the tokenizer's largest id. SGLang does not report its own, and answers an id beyond it with an error that names no
-    cause."""
+    """The vocabulary size of the checkpoint at ``model``, if that is a directory of this machine, else one above the
+    tokenizer's largest id. SGLang does not report its own, and its error for an id beyond it names no cause."""
     config = _model_file(model, "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if isinstance(size, int) and size > 0:
@@ -73,8 +72,7 @@ def vocab_size_of(model: str, tokenizer: Any = None) -> int | None:
 
 
 def experts_shape_of(model: str) -> tuple[int, int] | None:
-    """(layers, experts per token) of the mixture of experts at ``model``; ``None`` for a dense model, or one
-    elsewhere."""
+    """(layers, experts per token) of the mixture of experts at ``model``; ``None`` if it is dense, or elsewhere."""
     config = _model_file(model, "config.json")
     text_config = {**config, **(config.get("text_config") or {})}
     layers, top_k = text_config.get("num_hidden_layers"), text_config.get("num_experts_per_tok")

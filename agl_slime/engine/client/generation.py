@@ -1,7 +1,6 @@
 """SGLang's requests and answers; no I/O here.
 
-Log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k: the same convention in
-the engine and the trainer.
+Log-probs, also the trainer's, are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from agl_slime.engine.client.prompt import outermost
-from agl_slime.engine.client.replay import (
-    Nucleus,
-    RoutedExperts,
-    Shape,
-    parse_experts,
-    parse_nucleus,
-)
+from agl_slime.engine.client.replay import Nucleus, RoutedExperts, Shape, parse_experts, parse_nucleus
 from agl_slime.engine.client.retry import impossible_answer
 from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
 from agl_slime.support.ranges import check_ranges
@@ -31,8 +24,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Decode = Callable[..., str]
 """A tokenizer's ``decode(ids, skip_special_tokens=...)``."""
 
-# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the
-# "stop string" that matched
+# SGLang's Req._check_vocab_boundary_finish makes an id outside the vocabulary an end token with this "stop string"
 _NAN_MARK = "NaN happened"
 
 _SPECULATED = "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"
@@ -86,10 +78,8 @@ class SamplingParams:
         self, max_tokens: int | None, repetition_penalty: float | None, seed: int | None, num_samples: int
     ) -> None:
         if num_samples != 1:
-            raise ConfigError(
-                f"num_samples must be 1, got {num_samples}: a rollout has one answer per turn; give its trajectory "
-                "several times"
-            )
+            fix = "a rollout has one answer per turn; give its trajectory several times"
+            raise ConfigError(f"num_samples must be 1, got {num_samples}: {fix}")
         if max_tokens is not None:
             object.__setattr__(self, "max_new_tokens", max_tokens)
         named = {"repetition_penalty": repetition_penalty, "sampling_seed": seed}
@@ -164,8 +154,7 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among
-    the ids.
+    """One generation: ``output_ids``, with the stop token, and ``log_probs`` are the engine's, one log-prob per id.
 
     ``text`` is for reading, not for training. ``resumed`` counts how often an aborted generation was taken up again.
     """
@@ -348,11 +337,8 @@ class PartRequest:
     oldest_version: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
-        payload: dict[str, Any] = {
-            "input_ids": self.input_ids,
-            "sampling_params": self.sampling.to_payload(),
-            "return_logprob": True,
-        }
+        payload: dict[str, Any] = {"input_ids": self.input_ids, "sampling_params": self.sampling.to_payload()}
+        payload["return_logprob"] = True
         if self.images is not None:
             payload["input_ids"] = (*self.images.prompt, *self.input_ids[self.prompt_tokens :])
             payload["image_data"] = self.images.data

@@ -99,9 +99,8 @@ def parse_experts(
     if rest or begins < 0 or begins > start or (reported is not None and reported != begins):
         expected = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
         fix = "check --num-layers and --moe-router-topk (locally the model's config.json) against the served model"
-        raise EngineProtocolError(
-            f"{endpoint} answered {values.size} routed_experts, which do not fit {expected}: {fix}"
-        )
+        problem = f"{values.size} routed_experts, which do not fit {expected}"
+        raise EngineProtocolError(f"{endpoint} answered {problem}: {fix}")
     rows = narrowed(values[(start - begins) * layers * top_k :], endpoint=endpoint).reshape(-1, layers, top_k)
     rows.flags.writeable = False
     return RoutedExperts(start, rows)
@@ -121,9 +120,8 @@ def parse_nucleus(
     fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()
     if not fits:
         counts = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
-        raise EngineProtocolError(
-            f"{endpoint} answered {counts}: offsets must be one more than tokens and end at the ids"
-        )
+        rule = "offsets must be one more than tokens and end at the ids"
+        raise EngineProtocolError(f"{endpoint} answered {counts}: {rule}")
     if len(ids) and (ids.min() < 0 or ids.max() >= (vocab_size or 2**31)):
         raise EngineProtocolError(f"{endpoint} answered top_p_token_ids outside the model's vocabulary")
     return Nucleus(ids, offsets)

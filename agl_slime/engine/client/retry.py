@@ -146,8 +146,7 @@ def context_limit(error: ContextOverflowError) -> int | None:
 
 
 def retry_after_s(headers: Mapping[str, str] | None) -> float:
-    """Seconds to wait by the ``Retry-After`` header, a number or an HTTP date (RFC 9110 §10.2.3); 0.0 when there is
-    none that can be read."""
+    """Seconds by the header ``Retry-After``, a number or a date (RFC 9110 §10.2.3); 0.0 without a readable one."""
     value = (headers or {}).get("Retry-After", "").strip()
     try:
         seconds = float(value)

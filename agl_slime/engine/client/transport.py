@@ -82,8 +82,7 @@ class ClientSettings:
 
 
 class HttpTransport:
-    """Requests to one base URL from any number of event loops and threads: each loop gets its own connection pool when
-    it first sends something."""
+    """Requests to one base URL from any number of event loops and threads: each loop gets its own connection pool."""
 
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
@@ -119,9 +118,8 @@ class HttpTransport:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, endpoint: str, deadline: float, tries: int | None = None
     ) -> T:
-        """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (on
-        ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one
-        where it was another."""
+        """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (of
+        ``time.monotonic``) would pass. Raises the last failure's typed error, which names the first if it differs."""
         started, tries = time.monotonic(), tries or self.settings.max_attempts
         base_s, cap_s = self.settings.backoff_base_s, self.settings.backoff_cap_s
         backoff = Backoff(base_s=base_s, cap_s=cap_s, tries=tries, deadline=deadline)
@@ -137,9 +135,8 @@ class HttpTransport:
             retry = failure.transient and protocol_errors <= PROTOCOL_ERROR_RETRIES
             reason = ""
             if time.monotonic() >= deadline:
-                error = EngineTimeoutError(
-                    f"{endpoint} did not answer within the time limit; the last failure: {error}"
-                )
+                last = f"the last failure: {error}"
+                error = EngineTimeoutError(f"{endpoint} did not answer within the time limit; {last}")
             elif retry and pause is not None:
                 logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
                 await asyncio.sleep(pause)
@@ -289,8 +286,7 @@ def checked_url(url: str) -> str:
 
 
 def _drop(session: aiohttp.ClientSession) -> None:
-    """Let go of what belongs to a loop that no longer runs: nothing can be awaited there, and the sockets close when
-    they are collected."""
+    """Let go of what belongs to an ended loop: nothing can be awaited there, and sockets close when collected."""
     closing = session.close()
     with contextlib.suppress(StopIteration):
         closing.send(None)  # without a loop it has nothing to wait for

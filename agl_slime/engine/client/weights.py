@@ -1,7 +1,6 @@
 """New weights into every SGLang worker, from a checkpoint directory that the workers can read.
 
-Per worker: pause → flush → update → verify → continue. Both tested SGLang versions (0.5.15, 0.5.23) need this
-order:
+Per worker: pause → flush → update → verify → continue. SGLang 0.5.15 and 0.5.23 need this order:
 
 - ``pause`` with mode "abort" makes every running request answer with its tokens so far (the client resumes it under the
   new weights) and holds back new ones, so the flush finds an idle engine.

@@ -53,29 +53,26 @@ _AFTER = {
 
 class _Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == "torchvision":
-            sys.meta_path.remove(self)
-            try:
-                _before_torchvision()
-            finally:
-                sys.meta_path.insert(0, self)
+        if name != "torchvision" and name not in _AFTER:
             return None
-        if name in _AFTER:
-            sys.meta_path.remove(self)
-            try:
+        spec = None
+        sys.meta_path.remove(self)
+        try:
+            if name == "torchvision":
+                _before_torchvision()
+            else:
                 spec = importlib.util.find_spec(name)
-            finally:
-                sys.meta_path.insert(0, self)
-            if spec is not None and spec.loader is not None:
-                load = spec.loader.exec_module
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
 
-                def exec_module(module):
-                    load(module)
-                    _AFTER[name](module)
+            def exec_module(module):
+                load(module)
+                _AFTER[name](module)
 
-                spec.loader.exec_module = exec_module
-            return spec
-        return None
+            spec.loader.exec_module = exec_module
+        return spec
 
 
 sys.meta_path.insert(0, _Hook())
