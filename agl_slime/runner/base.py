@@ -76,8 +76,7 @@ class RunnerPlan:
 
     @classmethod
     def parse(cls, text: str, *, named: str = "--runners") -> RunnerPlan:
-        """Parse ``inproc``, ``controller``, ``process:N`` or ``ray:N``; ``named`` is the setting in errors. Raises
-        ``ConfigError``."""
+        """Parse ``inproc``, ``controller``, ``process:N`` or ``ray:N``. Raises ``ConfigError`` about ``named``."""
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
         alone = kind in ("inproc", "controller")

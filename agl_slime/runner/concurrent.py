@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,15 +23,7 @@ from agl_slime.runner.process import freeze_gc
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.client import listen_for_ends
 from agl_slime.store.recording import current_recording
-from agl_slime.support.agl import (
-    AttemptedRollout,
-    ExecutionEvent,
-    Hook,
-    LightningStore,
-    LitAgent,
-    LitAgentRunner,
-    threaded,
-)
+from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, LightningStore, LitAgent, LitAgentRunner, threaded
 from agl_slime.support.net import bypass_proxies, public_host
 from agl_slime.support.threads import LoopThread
 
@@ -86,8 +78,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._next_claim = _FIRST_CLAIM
         self._lag = LagMonitor(self.settings, reason_fd=reason_fd)
 
-    def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
-        super().init(agent, hooks=hooks, **kwargs)
+    def init(self, agent: LitAgent[Any], **options: Any) -> None:
+        super().init(agent, **options)
         settings = self.settings
         if isinstance(agent, SGLangLitAgent):
             agent.check_settings()
@@ -113,10 +105,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     def get_worker_id(self) -> str:
         return self._name or super().get_worker_id()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
@@ -144,8 +132,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def iter(self, *, event: ExecutionEvent | None = None) -> None:
-        """Execute rollouts until ``stop`` is called or ``event`` is set, then wait for the rollouts in flight. Its
-        cancellation cancels them."""
+        """Execute rollouts until ``stop`` or ``event``, then wait for those in flight; cancellation cancels them."""
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         stop_heartbeat = self._start_heartbeat_loop(store)
@@ -189,7 +176,9 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         """Claim and start rollouts up to the limit; returns whether there were any."""
         # the store no longer delivers rollouts that were cancelled before this point
         self.get_agent().drop_cancellations(claimed=self._claimed)
-        limit = min(self._free_slots(), self._next_claim)
+        # abandoned threads of a sync agent count, too: running and abandoned together are at most twice the limit
+        allowed = min(self._limit, 2 * self._limit - self.get_agent().threads.abandoned)
+        limit = min(allowed - len(self._in_flight), self._next_claim)
         if limit <= 0:
             return False
         claimed = await self.get_store().dequeue_many_rollouts(limit=limit, worker_id=self.get_worker_id())
@@ -204,11 +193,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             self._next_claim = min(2 * self._next_claim, self.settings.claim_batch)
             await asyncio.sleep(_CLAIM_PAUSE_S)
         return bool(claimed)
-
-    def _free_slots(self) -> int:
-        # abandoned threads of a sync agent count, too: running and abandoned together are at most twice the limit
-        hung = self.get_agent().threads.abandoned
-        return min(self._limit, 2 * self._limit - hung) - len(self._in_flight)
 
     def _retire(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)

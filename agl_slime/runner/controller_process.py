@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -65,9 +66,8 @@ def check_python(python: Path) -> str:
     fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
     version = installed_version(python, "agentlightning", setting=PYTHON_VARIABLE, fix=fix)
     if int(version.partition(".")[0]) < 1:
-        raise ConfigError(
-            f"{PYTHON_VARIABLE} {python}: its agentlightning is {version}, which has no controller; {fix}"
-        )
+        problem = f"its agentlightning is {version}, which has no controller"
+        raise ConfigError(f"{PYTHON_VARIABLE} {python}: {problem}; {fix}")
     return version
 
 
@@ -89,17 +89,14 @@ def end_agents(url: str) -> int:
     return len(agents)
 
 
-def _end_with_its_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m agl_slime.runner.controller_process")
     parser.add_argument("--url", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    ends = _end_with_its_parent if sys.platform == "linux" else None
+    # before its program begins, the child asks for its end with this process
+    ends = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL) if sys.platform == "linux" else None
     controller = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.terminate())

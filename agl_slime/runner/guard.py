@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.agent.access import limits_of
@@ -39,8 +39,7 @@ class GuardedAgent:
     """Runs one agent's rollouts with time limits and error reporting; other attributes are the agent's (for hooks).
 
     A sync agent's calls are refused once twice ``max_sync_threads`` threads hang, abandoned at their time limits.
-    ``gateway`` replaces the engine in the resources; ``alone``: rollouts run one at a time, so environment variables
-    can name the gateway as well.
+    ``gateway`` replaces the engine in the resources; ``alone``: rollouts run one at a time, and variables name it, too.
     """
 
     def __init__(
@@ -61,12 +60,6 @@ class GuardedAgent:
 
     def is_async(self) -> bool:
         return True
-
-    async def training_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        return await self._run("training_rollout", task, resources, rollout)
-
-    async def validation_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        return await self._run("validation_rollout", task, resources, rollout)
 
     def cancel_all(self) -> None:
         """Cancel every running agent; the attempts fail with the reason ``cancelled``."""
@@ -102,6 +95,9 @@ class GuardedAgent:
             emit_exception(error, {FAILURE_REASON: reason})
             raise
         return result
+
+    training_rollout_async = partialmethod(_run, "training_rollout")
+    validation_rollout_async = partialmethod(_run, "validation_rollout")
 
     @asynccontextmanager
     async def _with_gateway(self, resources: NamedResources, rollout: Rollout) -> AsyncIterator[NamedResources]:
@@ -180,8 +176,7 @@ class GuardedAgent:
 
 @contextmanager
 def environment(resources: NamedResources) -> Iterator[None]:
-    """The model's address and key in the environment variables that OpenAI's and Anthropic's clients read by default;
-    restored on exit."""
+    """The model's address and key in the variables that OpenAI's and Anthropic's clients read, restored on exit."""
     llm = next(llm for llm in resources.values() if isinstance(llm, LLM))
     root = llm.endpoint.removesuffix("/v1")
     variables = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), llm.endpoint) | {"ANTHROPIC_BASE_URL": root}

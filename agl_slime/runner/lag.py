@@ -136,10 +136,8 @@ class LagMonitor:
         previous, self._last_block = self._last_block, (ticked, place_of(stack))
         if self._cpu_s() - self._ticked_cpu < late_s / 2 and previous != self._last_block:
             return
-        self.warning = (
-            f"{place_of(stack)} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s; use "
-            "async calls, `asyncio.to_thread`, or a sync rollout()."
-        )
+        problem = f"{place_of(stack)} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s"
+        self.warning = f"{problem}; use async calls, `asyncio.to_thread`, or a sync rollout()."
         logger.warning(self.warning)
 
     def _cpu_s(self) -> float:

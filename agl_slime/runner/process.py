@@ -47,8 +47,7 @@ def freeze_gc() -> None:
 
 
 def carry_recordings() -> None:
-    """Make ``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` pass on the caller's recording, and nothing
-    else of its context.
+    """Make ``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` pass on the recording of the caller's context.
 
     Python runs both in an empty context (before 3.14, and there by default), in which a span would belong to no
     rollout. ``asyncio.to_thread`` carries the whole context; ``run_in_executor`` calls ``submit``.

@@ -72,11 +72,6 @@ class _Process:
 class ProcessPool(WorkerPool):
     """Worker processes, started by ``spawn``: each imports Agent Lightning in 5 s and takes about 320 MB."""
 
-    def pids(self, *, ready: bool = False) -> list[int]:
-        """Process ids of the live workers; ``ready``: only workers that execute rollouts."""
-        processes = [worker.process for worker in self._supervisor.unended_after(0.0) if worker.ready or not ready]
-        return [process.pid for process in processes if not wait([process.sentinel], timeout=0.0)]
-
     def _launch(self, spec: WorkerSpec) -> _Process:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -86,10 +81,8 @@ class ProcessPool(WorkerPool):
         except Exception as error:
             ours.close()
             if getattr(multiprocessing.current_process(), "_inheriting", False):
-                fix = "put its code under `if __name__ == '__main__':`"
-                raise ConfigError(
-                    f"the script that starts workers is imported by each of them and starts workers again: {fix}"
-                ) from None
+                problem = "the script that starts workers is imported by each of them and starts workers again"
+                raise ConfigError(f"{problem}: put its code under `if __name__ == '__main__':`") from None
             agent, fix = type(self._agent).__name__, "make it picklable, in a module, or use --runners inproc"
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{agent} cannot be sent to another process ({why}); {fix}") from error
@@ -111,8 +104,7 @@ class ProcessPool(WorkerPool):
         code = worker.process.exitcode or 0
         reason = killed_for or describe_exit(code)
         if code > 0 and not self._supervisor.ready:
-            # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
-            # a main guard)
+            # not killed, so its replacement would fail alike (an import that fails, a script without a main guard)
             self._supervisor.fail(LoopError(f"a runner process ended before it was ready ({reason}); see its output"))
         return reason, cause
 

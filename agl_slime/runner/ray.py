@@ -37,9 +37,8 @@ class RayPool(WorkerPool):
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
-            raise MissingDependencyError(
-                'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
-            ) from error
+            message = 'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
+            raise MissingDependencyError(message) from error
         self._started_ray = False
         self._placed: set[int] = set()  # ids of the handles of actors that have started
 

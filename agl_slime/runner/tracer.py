@@ -2,8 +2,7 @@
 
 Agent Lightning's tracer has one rollout per process and submits each span separately, waiting for the store. This one
 has the rollout in a context variable, collects the spans of an attempt in memory and writes them in one call when the
-attempt ends, so an agent never waits for the store. Spans of a long attempt are also written earlier, for the store's
-watchdog (``runner.guard``).
+attempt ends, so an agent never waits for the store. Spans of a long attempt are written earlier (``runner.guard``).
 
 Spans come from Agent Lightning's emitters (``emit_reward`` and others, through ``create_span``), and from OpenTelemetry
 instrumentation inside the agent, through a span processor on the global tracer provider.
@@ -53,10 +52,26 @@ class ContextTracer(Tracer):
 
     def init_worker(self, worker_id: int, store: LightningStore | None = None) -> None:
         super().init_worker(worker_id, store)
-        _activate(self)
+        # Agent Lightning's emitters use a process-global tracer; any ContextTracer will do, as all share the variable
+        global _processor, _users
+        with _state_lock:
+            if _processor is None:
+                provider = trace_api.get_tracer_provider()
+                if not isinstance(provider, TracerProvider):
+                    provider = TracerProvider()
+                    trace_api.set_tracer_provider(provider)
+                _processor = _RecordingSpanProcessor()
+                provider.add_span_processor(_processor)
+            if not isinstance(get_active_tracer(), ContextTracer):
+                set_active_tracer(self)
+            _users += 1
 
     def teardown_worker(self, worker_id: int) -> None:
-        _deactivate()
+        global _users
+        with _state_lock:
+            _users -= 1
+            if _users == 0 and isinstance(get_active_tracer(), ContextTracer):
+                clear_active_tracer()
         super().teardown_worker(worker_id)
 
     @asynccontextmanager
@@ -129,8 +144,7 @@ class ContextTracer(Tracer):
 
 
 class _RecordingSpanProcessor(SpanProcessor):
-    """Adds finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback
-    thread without context.
+    """Adds OpenTelemetry spans to the recording of the code that *started* them: they may end without its context.
 
     A span belongs to the recording of its unfinished parent, since code that passes a parent explicitly knows more than
     the thread's context; otherwise to the current recording. The span at its end is a copy of the started one, so the
@@ -171,28 +185,3 @@ def _writable(value: Any) -> Any:
 _state_lock = threading.Lock()
 _processor: _RecordingSpanProcessor | None = None
 _users = 0
-
-
-def _activate(tracer: ContextTracer) -> None:
-    # Agent Lightning's emitters use a process-global tracer. All ContextTracers share the context variable, so any of
-    # them will do.
-    global _processor, _users
-    with _state_lock:
-        if _processor is None:
-            provider = trace_api.get_tracer_provider()
-            if not isinstance(provider, TracerProvider):
-                provider = TracerProvider()
-                trace_api.set_tracer_provider(provider)
-            _processor = _RecordingSpanProcessor()
-            provider.add_span_processor(_processor)
-        if not isinstance(get_active_tracer(), ContextTracer):
-            set_active_tracer(tracer)
-        _users += 1
-
-
-def _deactivate() -> None:
-    global _users
-    with _state_lock:
-        _users -= 1
-        if _users == 0 and isinstance(get_active_tracer(), ContextTracer):
-            clear_active_tracer()

@@ -77,13 +77,11 @@ class Worker:
 
 
 class WorkerPool(RunnerPool):
-    """Base of the pools: the workers of a plan, replaced when they die. A thread per worker waits for its end and
-    starts the next one.
+    """Base of the pools: the workers of a plan. A thread per worker waits for its end and starts the next one.
 
     Args:
         agent: pickled for the workers; they must be able to import its class.
-        store: a ``BridgeStore``, which is served on the plan's ``store_host`` with a random token, or a client of a
-            served one.
+        store: a ``BridgeStore``, served on the plan's ``store_host`` with a random token, or a client of a served one.
     """
 
     def __init__(self, *, plan: RunnerPlan, agent: LitAgent[Any], store: LightningStore) -> None:
@@ -193,8 +191,7 @@ class WorkerPool(RunnerPool):
             return name, self._launch(spec)
 
     def _follow(self, name: str, worker: Any) -> str:
-        """Wait for a worker's end and fail its rollouts, so that others retry them. A store in another process notices
-        the missing heartbeats instead."""
+        """Wait for a worker's end and fail its rollouts, which others retry; a store elsewhere misses heartbeats."""
         reason, cause = self._wait_for_end(worker)
         if cause:  # whose retries are limited already
             self._supervisor.restore_restarts()

@@ -44,7 +44,6 @@ try:
             Attempt,
             AttemptedRollout,
             EnqueueRolloutRequest,
-            Hook,
             NamedResources,
             ProxyLLM,
             ResourcesUpdate,

@@ -140,7 +140,7 @@ async def test_runners_share_a_short_queue() -> None:
     while store.usage().queued:
         for runner in runners:
             await runner._claim()
-    assert [runner.in_flight for runner in runners] == [8 + 16 + 12, 8 + 16]
+    assert [len(runner._claimed()) for runner in runners] == [8 + 16 + 12, 8 + 16]
     gate.set()
     for runner in runners:
         await runner._drain()
