@@ -25,9 +25,9 @@ from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import open_run_dir
 from agl_slime.report.metrics import MetricsWriter
-from agl_slime.report.page import write_report
 from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.tokens.turn import Trajectory, Turn
+from agl_slime.tools.pages.file import write_report
 from agl_slime.types import Sample
 
 WORDS = [f" word{n}" for n in range(1000)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.report.files import iter_jsonl
-from agl_slime.report.page import write_report
+from agl_slime.tools.pages.file import write_report
 
 COLOURS = 128
 FRONT = {"trend": ".charts > *", "tokens": ".reading"}

@@ -1,22 +1,36 @@
-"""Resolve ``--model-path``: a directory, ``smollm2``, or a name on the Hugging Face hub."""
+"""Resolve ``--model-path``, and ``agl-slime model``: a directory, ``smollm2``, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from agl_slime.engine.client.describe import vocab_size_of
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
+from agl_slime.support.terminal import print_line
 
 _SMOLLM2 = "smollm2"
 _CONVERT = "agl_slime.tools.smollm2.convert"  # imported when smollm2 is asked for
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # publisher/model
 # The files that engine and trainer read; the same weights in other formats are not fetched.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
+
+
+def model(name: tyro.conf.Positional[Path]) -> None:
+    """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
+
+    Args:
+        name: smollm2, a name on the Hugging Face hub, or the directory of a model or a run.
+    """
+    print_line(find_model(name, partial(print_line, to=sys.stderr)))
 
 
 def check_model(model: Path) -> None:

@@ -7,8 +7,6 @@ reaches it through a browser. Any other address needs a token, sent once as ``?t
 from __future__ import annotations
 
 import asyncio
-import os
-import webbrowser
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -21,9 +19,8 @@ from yarl import URL
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
 from agl_slime.report.read import Convert, RunReader, distinct_names, find_runs, no_other_runs
-from agl_slime.support.http import json_bytes, json_response, listening, stop_signal
+from agl_slime.support.http import json_bytes, json_response, listening
 from agl_slime.support.net import has_token, require_token
-from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 
 TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
@@ -166,13 +163,3 @@ async def serving(
             raise ConfigError(f"{host} port {port} cannot be listened on: {why}") from error
         stack.callback(viewer.ending.set)
         yield str(URL(url).with_query(token=token)) if token else url
-
-
-async def view(paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool, convert: Convert) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    ended, token = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None
-    async with serving(paths, host=host, port=port, token=token, follow=follow, convert=convert) as url:
-        print_line(f"the run is at {url} (Ctrl-C stops the server)")
-        if browser:
-            await run_in_thread(webbrowser.open, url)
-        await ended.wait()

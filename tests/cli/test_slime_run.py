@@ -22,9 +22,9 @@ from agl_slime.cli.slime import SlimeSteps, check_slime_args, loop_flags
 from agl_slime.errors import ConfigError, EngineProtocolError
 from agl_slime.loop.tasks import shuffled_tasks
 from agl_slime.metric_names import TOKENS_TRAINED
-from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.support.agl import NamedResources, Rollout
+from agl_slime.tools.pages.file import write_report
 from tests.harness.loop_thread import in_thread
 from tests.harness.report_runs import floats
 from tests.harness.scripted_engine import ScriptedEngine

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
-from agl_slime.report import page
-from agl_slime.report.page import write_report
 from agl_slime.tools.audit import audit
+from agl_slime.tools.pages import file as page
+from agl_slime.tools.pages.file import write_report
 from tests.harness.examples import examples
 from tests.harness.report_runs import write_run
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from agl_slime.errors import ConfigError, DiskFullError
 from agl_slime.report import page as page_module
 from agl_slime.report.files import RunDir, read_state
-from agl_slime.report.page import assets, script_json, write_report
+from agl_slime.report.page import assets, script_json
 from agl_slime.report.read import RunReader, Tail, columns, find_runs
 from agl_slime.report.view import serving
+from agl_slime.tools.pages.file import write_report
 from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def test_the_policy_lets_the_pages_code_run_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_module, "MOST_BYTES", 230_000)
+    monkeypatch.setattr("agl_slime.tools.pages.file.MOST_BYTES", 230_000)
     report = write_report([write_run(tmp_path, iterations=8, tool_result="x" * 500)])
     assert report.stat().st_size <= 240_000
     (run,) = blocks(report)["runs-data"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.report.files import iter_jsonl
-from agl_slime.report.page import write_report
+from agl_slime.tools.pages.file import write_report
 from agl_slime.tools.slime_dumps.runs import SlimeRuns
 from tests.harness.browser import facts, heading, opened, served
 from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, floats, write_run

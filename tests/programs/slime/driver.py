@@ -15,8 +15,8 @@ import ray
 
 from agl_slime.cli.main import main as command_line
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
+from agl_slime.tools.pages.file import write_report
 from agl_slime.tools.rehearse.megatron.__main__ import prepare
 from agl_slime.tools.rehearse.megatron.flags import model_flags, train_flags
 from agl_slime.tools.slime_dumps.runs import SlimeRuns

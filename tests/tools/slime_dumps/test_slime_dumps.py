@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
+from agl_slime.tools.pages.file import write_report
 from agl_slime.tools.slime_dumps.runs import SlimeRun, SlimeRuns, dump_files
 from agl_slime.types import Sample
 from tests.harness.examples import examples

@@ -1,30 +1,21 @@
-"""Commands on models and on the pages of runs: functions whose parameters are the flags. ``agl_slime.cli.main`` prints
-their errors."""
+"""``agl-slime view`` and ``agl-slime report``."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from functools import partial
-from importlib import import_module
+import os
+import webbrowser
 from pathlib import Path
 
 import tyro
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.read import Convert
+from agl_slime.report.view import TOKEN_VARIABLE, serving
+from agl_slime.support.http import stop_signal
 from agl_slime.support.terminal import print_line
-
-
-def model(name: tyro.conf.Positional[Path]) -> None:
-    """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
-
-    Args:
-        name: smollm2, a name on the Hugging Face hub, or the directory of a model or a run.
-    """
-    from agl_slime.cli.models import find_model
-
-    print_line(find_model(name, partial(print_line, to=sys.stderr)))
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tools.pages.file import write_report
+from agl_slime.tools.slime_dumps.runs import SlimeRuns
 
 
 def report(
@@ -37,11 +28,9 @@ def report(
         output: The page's file; report.html in the first directory by default.
         tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
     """
-    from agl_slime.report.page import write_report
-
     if not run_dirs:
         raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-    print_line(write_report(run_dirs, output, convert=_slime_dumps(tokenizer)))
+    print_line(write_report(run_dirs, output, convert=SlimeRuns(tokenizer)))
 
 
 def view(
@@ -62,14 +51,15 @@ def view(
         browser: Open the page.
         tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
     """
-    from agl_slime.report import view as server
-
     if not run_dirs:
         raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
-    convert = _slime_dumps(tokenizer)
-    asyncio.run(server.view(run_dirs, host=host, port=port, follow=follow, browser=browser, convert=convert))
 
+    async def serve() -> None:
+        ended, token, convert = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None, SlimeRuns(tokenizer)
+        async with serving(run_dirs, host=host, port=port, token=token, follow=follow, convert=convert) as url:
+            print_line(f"the run is at {url} (Ctrl-C stops the server)")
+            if browser:
+                await run_in_thread(webbrowser.open, url)
+            await ended.wait()
 
-def _slime_dumps(tokenizer: Path | None) -> Convert:
-    """Reads the runs of slime that a page shows."""
-    return import_module("agl_slime.tools.slime_dumps.runs").SlimeRuns(tokenizer)
+    asyncio.run(serve())

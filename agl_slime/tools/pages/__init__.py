@@ -1,0 +1,1 @@
+"""The pages of runs: one file that needs no network (``report``), or a server of it (``view``)."""
