@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from agl_slime.agent.loading import DEFAULT_AGENT, split_agent
 from agl_slime.cli.models import check_model
-from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, find_setting, flag, name_of
+from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, flag, name_of
 from agl_slime.data.credit import reward_terms
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.teacher import Teacher
@@ -32,16 +32,11 @@ from agl_slime.report.rollouts import Keep
 from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
-from agl_slime.support.flags import parse_flags
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_json_object, read_template_kwargs
 from agl_slime.train.local.settings import LocalTrainerSettings
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 # Fields of nested settings that a run takes from other settings.
 _SET_BY = {
@@ -339,34 +334,6 @@ def train_config(**values: Any) -> TrainConfig:
         if isinstance(value, dict):
             tree[name] = _replaced(default_of(TrainConfig, name), value, f"{name}.")
     return TrainConfig(**tree)
-
-
-Command = TypeVar("Command", bound="DataclassInstance")
-
-
-def command_config(kind: type[Command], **values: Any) -> Command:
-    """A command's configuration of its fields, and of settings of a run, which are its ``settings``."""
-    names = {each.name for each in fields(kind)}
-    settings = {name: value for name, value in values.items() if name not in names and value is not None}
-    return kind(**{name: value for name, value in values.items() if name in names} | {"settings": settings})
-
-
-def parse_command(
-    kind: type[Command], run_settings: Mapping[str, Any], *, prog: str, arguments: Sequence[str], **fixed: Any
-) -> Command:
-    """The configuration of a command line: flags are the fields of ``kind`` and ``run_settings``, by name with their
-    defaults, of which ``...`` is the run's."""
-    flags: list[Any] = []
-    for name, default in run_settings.items():
-        setting = find_setting(TrainConfig, PATHS[name])
-        hint, default = ("(default: the run's)", None) if default is ... else (None, default)
-        argument = tyro.conf.arg(help=setting.text, help_behavior_hint=hint)
-        flags.append((name, Annotated[setting.type | None, argument], default))
-    about: dict[str, Any] = {"frozen": True, "kw_only": True, "namespace": {"__doc__": kind.__doc__}}
-    parsed: Any = parse_flags(
-        make_dataclass(kind.__name__, flags, bases=(kind,), **about), prog=prog, arguments=arguments
-    )
-    return command_config(kind, **{name: value for name, value in vars(parsed).items() if name != "settings"}, **fixed)
 
 
 def _replaced(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:

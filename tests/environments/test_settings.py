@@ -10,7 +10,7 @@ import pytest
 
 from agl_slime.cli import wiring
 from agl_slime.cli.options import split_env_flags
-from agl_slime.cli.settings import TrainConfig, command_config, train_config
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.rollouts import reason_of
@@ -18,6 +18,7 @@ from agl_slime.report.files import RunDir, dump
 from agl_slime.support.files import write_file
 from agl_slime.tools.evaluation import command as evaluation
 from agl_slime.tools.evaluation.command import EvalConfig
+from agl_slime.tools.evaluation.settings import command_config
 
 
 @pytest.fixture(autouse=True)

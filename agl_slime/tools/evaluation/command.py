@@ -18,7 +18,7 @@ from rich.console import Console
 from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi
 from agl_slime.cli.models import check_model, find_model
 from agl_slime.cli.options import flag, split_env_flags
-from agl_slime.cli.settings import TrainConfig, parse_command, train_config
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.errors import ConfigError, EngineError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
@@ -29,6 +29,7 @@ from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tools.evaluation.settings import parse_command
 from agl_slime.tools.evaluation.source import source_digest
 from agl_slime.train.local.settings import LocalTrainerSettings
 

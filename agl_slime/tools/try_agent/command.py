@@ -13,13 +13,14 @@ import tyro
 
 from agl_slime.agent.loading import load_agent
 from agl_slime.cli.options import split_env_flags
-from agl_slime.cli.settings import command_config, parse_command, train_config
+from agl_slime.cli.settings import train_config
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.tokens.turn import Trajectory
 from agl_slime.tools.evaluation.command import MOST_TASKS, EvalConfig, OtherModel, Prepared, prepare, sampling_with
+from agl_slime.tools.evaluation.settings import command_config, parse_command
 
 _A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.report.files import iter_jsonl
 from agl_slime.support.intervals import estimate
 from agl_slime.tools.evaluation.command import EvalConfig, prepare, run_evaluation
+from agl_slime.tools.evaluation.settings import command_config
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.training import needs_torch

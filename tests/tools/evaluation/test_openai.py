@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
 from agl_slime.support.agl_types import LLM
 from agl_slime.tools.evaluation.command import EvalConfig
+from agl_slime.tools.evaluation.settings import command_config
 from agl_slime.tools.record.recorder import RecordGateway
 from tests.buffer.test_multi_turn_api import serving
 from tests.harness.training import needs_torch
