@@ -27,6 +27,10 @@ from agl_slime.support.flags import parse_flags
 from agl_slime.support.net import shown_url
 from agl_slime.train.local.settings import LocalTrainerSettings
 
+_DESCRIPTION = (
+    "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every "
+)
+_DESCRIPTION += "iteration."
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = re.compile(r"(//|[?#]|/k/)\*\*\*|\(not written\)")  # by shown_url, or for a name
@@ -96,7 +100,9 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     if any(name in values or flag(name) in overridden for name in SLIMES_SETTINGS):
         values.setdefault("trainer", "slime")
     try:
-        parsed = _parse(ours, default=_default_flags(values))
+        names = [*PATHS, *(f"local.{each.name}" for each in fields(LocalTrainerSettings))]
+        options = {"prog": "train.py", "description": _DESCRIPTION, "default": _default_flags(values)}
+        parsed = parse_flags(_Flags, arguments=ours, names=names, **options)
         settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
         return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
     except SettingError as error:
@@ -124,13 +130,6 @@ def _extract_path(arguments: Sequence[str], *names: str) -> tuple[Path | None, l
     parser.add_argument(*names, type=Path, dest="path")
     options, rest = parser.parse_known_args(arguments)
     return options.path, rest
-
-
-def _parse(arguments: Sequence[str], **options: Any) -> Any:
-    description = "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after "
-    description += "every iteration."
-    names = [*PATHS, *(f"local.{each.name}" for each in fields(LocalTrainerSettings))]
-    return parse_flags(_Flags, prog="train.py", description=description, arguments=arguments, names=names, **options)
 
 
 def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:

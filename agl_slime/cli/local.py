@@ -30,10 +30,9 @@ from agl_slime.cli.weights import WeightPublisher, weights_directory
 from agl_slime.cli.wiring import (
     RunInputs,
     make_loop,
-    make_reports,
     model_for_agents,
+    reporting,
     sampling_parameters,
-    served_page,
     teacher_warning,
 )
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
@@ -119,11 +118,12 @@ async def run_training(
             await teachers.check(tokenizer)
             warnings |= teacher_warning(config)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
-        warnings |= learning_rate_warning(config.local, trainer.model)
+        n_parameters = trainer.model.num_parameters()
+        warnings |= learning_rate_warning(config.local, n_parameters)
         if config.loop.deterministic and (config.sglang_url or config.engine == "sglang"):
             effect = "equal runs need an SGLang with --enable-deterministic-inference on a GPU"
             warnings["deterministic"] = f"--deterministic: {effect}"
-        if sizes := size_dependent_settings(config, trainer.model, lr=trainer.lr):
+        if sizes := size_dependent_settings(config, n_parameters, lr=trainer.lr):
             print_line(sizes, to=console)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -135,12 +135,9 @@ async def run_training(
         if config.resume and checkpoint is None:
             set_aside(run)
         pending.begin(origin.record)  # no check is left that could fail: from here on files are written
-        await page_stack.enter_async_context(served_page(run, config.view, console))
-        reports = make_reports(config, run, console, began=began)
-        page_stack.callback(reports.close)
-        for key, text in warnings.items():
-            reports.handle(events.Warning(text=text, key=key))
-        reports.use_tokenizer(tokenizer)
+        reports = await page_stack.enter_async_context(
+            reporting(config, run, console, tokenizer=tokenizer, warnings=warnings, began=began)
+        )
         source = _open_source(stack, config, inputs, run, tokenizer, sampling, teachers)
         unfinished = await _resume(config, inputs, run, source, checkpoint, start)
         models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
@@ -184,26 +181,20 @@ def _print_next_command(console: Console, pending: PendingRun, kind: type[BaseEx
         print_line(f"to go on: {command}", to=console)
 
 
-def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:
-    """A warning, by its key, of a learning rate that is far too high for a large model."""
-    n = _parameters(model)
+def learning_rate_warning(settings: LocalTrainerSettings, n: int) -> dict[str, str]:
+    """A warning, by its key, of a learning rate that is far too high for a model of ``n`` parameters."""
     if settings.lr is None or settings.lora_rank or n < LARGE_MODEL or settings.lr <= _LARGE_MODELS_LR:
         return {}
     text = f"--local.lr {settings.lr:g} suits the tiny policy; this model has {n / 1e6:,.0f} million parameters"
     return {"learning_rate": f"{text}, for which the default is {default_lr(n, lora=False):g}; leave the flag out"}
 
 
-def size_dependent_settings(config: TrainConfig, model: Any, *, lr: float) -> str:
-    """The settings that depend on a model's size, in a sentence; empty for a model as small as the tiny policy."""
-    n, limit = _parameters(model), config.sampling.max_new_tokens
+def size_dependent_settings(config: TrainConfig, n: int, *, lr: float) -> str:
+    """The settings that depend on a model's ``n`` parameters, in a sentence; empty for one like the tiny policy."""
     if n < LARGE_MODEL:
         return ""
     text = f"{n / 1e6:,.0f} million parameters are trained at learning rate {lr:g} (--local.lr)"
-    return f"{text}; an answer ends at {limit} tokens (--max-new-tokens)"
-
-
-def _parameters(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return f"{text}; an answer ends at {config.sampling.max_new_tokens} tokens (--max-new-tokens)"
 
 
 async def _probe_servers(config: TrainConfig) -> EngineDescription | None:

@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from agl_slime import events
 from agl_slime.agent.access import check_replay, replay_of
 from agl_slime.cli.models import find_model
 from agl_slime.cli.options import flag
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, load_inputs, run_directory
-from agl_slime.cli.wiring import RunInputs, make_loop, make_reports, model_for_agents, served_page, teacher_warning
+from agl_slime.cli.wiring import RunInputs, make_loop, model_for_agents, reporting, teacher_warning
 from agl_slime.data.policy import CompleteGroup
 from agl_slime.data.results import rollout_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
@@ -158,13 +157,10 @@ async def run_slime_training(
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.loop.rollout_batch_size, plan=plan)
         start, finished = steps.start(config.loop.num_iterations)
         pending.begin()  # no check is left that could fail: from here on files are written
-        await page_stack.enter_async_context(served_page(run, config.view, console))
-        steps.observer = reports = make_reports(config, run, console)
-        page_stack.callback(reports.close)
-        reports.use_tokenizer(tokenizer)
-        for key, text in (teacher_warning(config) | {"tool_format": unread}).items():
-            if text:
-                reports.handle(events.Warning(text=text, key=key))
+        warnings = teacher_warning(config) | ({"tool_format": unread} if unread else {})
+        steps.observer = reports = await page_stack.enter_async_context(
+            reporting(config, run, console, tokenizer=tokenizer, warnings=warnings)
+        )
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
         enter_llm = partial(model_for_agents, config, inputs, url=url, model_path=model_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import webbrowser
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from agl_slime.environments.environment import Environment, load_environment
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
-from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
@@ -138,28 +137,29 @@ def make_loop(
 
 
 @asynccontextmanager
-async def served_page(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
-    """With ``--view web``: serve the run's page, and open it where there is a terminal."""
-    if view != "web":
-        yield
-        return
-    from agl_slime.report.view import serving
+async def reporting(
+    config: TrainConfig,
+    run: RunDir,
+    console: Console,
+    *,
+    tokenizer: Any,
+    warnings: Mapping[str, str],
+    began: float | None = None,
+) -> AsyncIterator[StandardReporters]:
+    """The reporters of ``run``, which begin with the ``warnings``, by their keys. With ``--view web`` its page is
+    served, and opened where there is a terminal."""
+    async with AsyncExitStack() as stack:
+        if config.view == "web":
+            from agl_slime.report.view import serving
 
-    async with serving([run.path], follow=True) as url:
-        print_line(f"the run is at {url}", to=console)
-        if console.is_terminal:
-            await run_in_thread(webbrowser.open, url)
-        yield
-
-
-def make_reports(config: TrainConfig, run: RunDir, console: Console, **options: Any) -> StandardReporters:
-    """The reporters of ``run``; ``options`` are further arguments of ``StandardReporters``."""
-    return StandardReporters(
-        run,
-        console=console,
-        view=config.view,
-        seed=config.loop.seed,
-        keep=config.keep_rollouts,
-        track=config.track,
-        **options,
-    )
+            url = await stack.enter_async_context(serving([run.path], follow=True))
+            print_line(f"the run is at {url}", to=console)
+            if console.is_terminal:
+                await run_in_thread(webbrowser.open, url)
+        settings: Any = {"view": config.view, "seed": config.loop.seed, "keep": config.keep_rollouts}
+        reports = StandardReporters(run, console=console, track=config.track, began=began, **settings)
+        reports.rollouts.tokenizer = tokenizer
+        with reports:
+            for key, text in warnings.items():
+                reports.warn(text, key)
+            yield reports

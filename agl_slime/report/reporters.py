@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -112,7 +112,7 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """All reporters of a run directory. Rollouts are kept from ``use_tokenizer`` on, by ``keep`` (see
+    """All reporters of a run directory. Rollouts are kept once ``rollouts.tokenizer`` is set, by ``keep`` (see
     ``RolloutWriter``); ``track`` names trackers; ``began`` is the run's start (``time.monotonic()``), by default now.
     """
 
@@ -142,9 +142,6 @@ class StandardReporters(Reporters):
         summary = SummaryReporter(run, outputs=outputs, console=console)
         # groups before metrics: after a kill no iteration has metrics without groups; the summary last: it lists files
         super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        self.rollouts.tokenizer = tokenizer
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):

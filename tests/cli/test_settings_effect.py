@@ -25,7 +25,7 @@ from agl_slime.cli import local, slime
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.cli.start import find_start, load_inputs, run_directory
-from agl_slime.cli.wiring import RunInputs, environment_of, make_loop, make_reports, model_for_agents
+from agl_slime.cli.wiring import RunInputs, environment_of, make_loop, model_for_agents, reporting
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.gateway.agl1.settings import WorkerCommand
 from agl_slime.report.files import RunDir
@@ -176,9 +176,14 @@ def autopsy(config: TrainConfig) -> Any:
 def reports(config: TrainConfig) -> Any:
     """The reporters of a run."""
     Path("run").mkdir(exist_ok=True)
-    with make_reports(config, RunDir(Path("run")), Console(file=io.StringIO())) as made:
-        kinds = {type(reporter).__name__: reporter for reporter in made._reporters}
-        return [*kinds], made.rollouts._keep, kinds["ProgressReporter"]._live is None
+
+    async def entered() -> Any:
+        parts: Any = (config, RunDir(Path("run")), Console(file=io.StringIO()))
+        async with reporting(*parts, tokenizer=None, warnings={}) as made:
+            kinds = {type(reporter).__name__: reporter for reporter in made._reporters}
+            return [*kinds], made.rollouts._keep, kinds["ProgressReporter"]._live is None
+
+    return asyncio.run(entered())
 
 
 def files(config: TrainConfig) -> Any:
@@ -227,7 +232,7 @@ def start(config: TrainConfig) -> Any:
     pauses: list[str] = []
 
     async def engine(*_: Any) -> Any:
-        return URL, None, SimpleNamespace(model=SimpleNamespace(parameters=list), lr=1.0)
+        return URL, None, SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 0), lr=1.0)
 
     async def push(config: TrainConfig, weights: Any, *_: Any) -> None:
         pauses.append(weights.sync.pause)

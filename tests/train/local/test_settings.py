@@ -44,20 +44,21 @@ def test_settings_that_would_do_nothing_are_refused(fields: dict[str, Any], text
 
 
 @pytest.mark.parametrize(
-    ("width", "settings", "warned"),
+    ("n_parameters", "settings", "warned"),
     [
-        (100, {"lr": 5e-4}, False),
-        (4_000, {"lr": 5e-4}, True),
-        (4_000, {}, False),
-        (4_000, {"lr": 2e-5}, False),
-        (4_000, {"lr": 5e-4, "lora_rank": 8}, False),
+        (10_100, {"lr": 5e-4}, False),
+        (16_004_000, {"lr": 5e-4}, True),
+        (16_004_000, {}, False),
+        (16_004_000, {"lr": 2e-5}, False),
+        (16_004_000, {"lr": 5e-4, "lora_rank": 8}, False),
     ],
 )
-def test_the_tiny_policys_learning_rate_warns_with_a_large_model(width: int, settings: dict[str, Any], warned: bool):
-    torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+def test_the_tiny_policys_learning_rate_warns_with_a_large_model(
+    n_parameters: int, settings: dict[str, Any], warned: bool
+):
     from agl_slime.cli.local import learning_rate_warning
 
-    warning = learning_rate_warning(LocalTrainerSettings(**settings), torch.nn.Linear(width, width, device="meta"))
+    warning = learning_rate_warning(LocalTrainerSettings(**settings), n_parameters)
     assert [*warning] == ["learning_rate"] * warned
     assert all("--local.lr 0.0005" in text and "the default is 2e-05" in text for text in warning.values())
 
