@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from pydantic_core import to_jsonable_python
 
 from agl_slime.errors import ConfigError
@@ -398,13 +399,7 @@ def _is_alive(writer: dict[str, Any], last: float) -> bool:
     pid = writer.get("pid")
     if writer.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return time.time() - last < _SILENT_S
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is alive and belongs to another user
-        pass
-    return writer.get("began") == _process_began(pid)
+    return psutil.pid_exists(pid) and writer.get("began") == _process_began(pid)
 
 
 def _process_began(pid: int) -> str | None:

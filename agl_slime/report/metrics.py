@@ -24,6 +24,11 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of an iteration, without its own."""
+    return {key: value for key in metrics if key != "iteration" and (value := number(metrics, key)) is not None}
+
+
 @dataclass(frozen=True)
 class Validation:
     """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; None where the file lacks them.
@@ -112,9 +117,8 @@ class TensorBoardWriter:
             # of a resumed run: discards the points of the interrupted run from this step on
             start = proto.SessionLog(status=proto.SessionLog.START)
             self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), session_log=start))
-        scalars = {key: number(event.metrics, key) for key in event.metrics if key != "iteration"}
         summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
-        values = [summary.Value(tag=key, simple_value=value) for key, value in scalars.items() if value is not None]
+        values = [summary.Value(tag=key, simple_value=value) for key, value in scalars(event.metrics).items()]
         self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=summary(value=values)))
         self._writer.flush()
 

@@ -26,14 +26,8 @@ _GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, NoneType)], "outcomes": [st
 _GROUP |= {"turns": [int], "samples": [int], "sealed": [[[str, int, {str: int}]]], "kept": [str], "tools": _TOOLS}
 _GROUP |= {"truncated": int, "source": _TEXT, "weight_versions": [str], "alike": bool}
 _KEPT = {"collected": int, "rollout_id": str, "group_id": str, "instance_id": _TEXT, "outcome": str}
-_KEPT |= {
-    "reward": (*_NUMBER, NoneType),
-    "rewards": {str: _NUMBER},
-    "tokens": int,
-    "messages": [dict],
-    "turns": [_TURN],
-}
-_KEPT |= {"reason": str, "message": str, "label": str, "samples": [_SAMPLE], "stop_reason": str}
+_KEPT |= {"reward": (*_NUMBER, NoneType), "rewards": {str: _NUMBER}, "tokens": int, "messages": [dict]}
+_KEPT |= {"turns": [_TURN], "reason": str, "message": str, "label": str, "samples": [_SAMPLE], "stop_reason": str}
 _KEPT |= {"source": _TEXT, "left_out": {"samples": int}}
 _TRAINED = {"instance_id": _TEXT, "rollouts": {str: (*_NUMBER, NoneType)}, "samples": [[str, str, int, {str: int}]]}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from agl_slime.errors import MissingDependencyError
 from agl_slime.events import Event, IterationFinished, Reporter, RunFinished, RunStarted
 from agl_slime.report.files import RunDir, dump, read_object
-from agl_slime.report.metrics import number
+from agl_slime.report.metrics import scalars
 from agl_slime.support.files import write_file
 
 Tracker = Literal["wandb", "mlflow", "otlp"]
@@ -28,21 +28,13 @@ def need_trackers(names: Sequence[str]) -> None:
             raise MissingDependencyError(f'--track {name} needs its library: pip install "agl-slime[{name}]"')
 
 
-class _TrackerIds:
-    """The id of the run in a tracker."""
-
-    def __init__(self, run: RunDir, tracker: str) -> None:
-        self._path, self._tracker = run.trackers, tracker
-
-    def get(self) -> str | None:
-        return (read_object(self._path) or {}).get(self._tracker)
-
-    def set(self, run_id: str) -> None:
-        write_file(self._path, dump({**(read_object(self._path) or {}), self._tracker: run_id}), durable=False)
+def _ids(run: RunDir) -> dict[str, str]:
+    """The ids of the run by tracker."""
+    return read_object(run.trackers) or {}
 
 
-def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {key: value for key in metrics if key != "iteration" and (value := number(metrics, key)) is not None}
+def _keep_id(run: RunDir, tracker: str, run_id: str) -> None:
+    write_file(run.trackers, dump({**_ids(run), tracker: run_id}), durable=False)
 
 
 class WandbWriter:
@@ -52,7 +44,7 @@ class WandbWriter:
 
     def __init__(self, run: RunDir) -> None:
         self.path = run.path / "wandb"
-        self._dir, self._ids = run, _TrackerIds(run, "wandb")
+        self._dir = run
         self._run: Any = None
 
     def handle(self, event: Event) -> None:
@@ -64,15 +56,15 @@ class WandbWriter:
                 name=self._dir.path.resolve().name,
                 dir=str(self._dir.path),
                 config=self._dir.settings() or {},
-                id=self._ids.get(),
+                id=_ids(self._dir).get("wandb"),
                 resume="allow",
                 settings=wandb.Settings(x_disable_meta=True),  # which has the command line, with its keys
             )
-            self._ids.set(self._run.id)
+            _keep_id(self._dir, "wandb", self._run.id)
             self._run.define_metric("iteration")
             self._run.define_metric("*", step_metric="iteration")
         elif isinstance(event, IterationFinished) and self._run is not None:
-            self._run.log({"iteration": event.iteration, **_scalars(event.metrics)})
+            self._run.log({"iteration": event.iteration, **scalars(event.metrics)})
         elif isinstance(event, RunFinished):
             self._end(0 if event.reason == "finished" else 1)
 
@@ -92,7 +84,7 @@ class MlflowWriter:
 
     def __init__(self, run: RunDir) -> None:
         self.path = run.trackers
-        self._dir, self._ids = run, _TrackerIds(run, "mlflow")
+        self._dir = run
         self._client: Any = None
         self._run_id = ""
 
@@ -112,13 +104,13 @@ class MlflowWriter:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient()
-        run_id = self._ids.get()
+        run_id = _ids(self._dir).get("mlflow")
         if run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
             experiment = client.get_experiment_by_name(name)
             experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
             run_id = client.create_run(experiment_id, run_name=self._dir.path.resolve().name).info.run_id
-            self._ids.set(run_id)
+            _keep_id(self._dir, "mlflow", run_id)
             params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in _flat(self._dir.settings() or {})]
             for start in range(0, len(params), 100):  # the limit of a request
                 client.log_batch(run_id, params=params[start : start + 100])
@@ -130,7 +122,7 @@ class MlflowWriter:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(key, value, now, event.iteration) for key, value in _scalars(event.metrics).items()]
+        values = [Metric(key, value, now, event.iteration) for key, value in scalars(event.metrics).items()]
         for start in range(0, len(values), 1000):
             self._client.log_batch(self._run_id, metrics=values[start : start + 1000])
 

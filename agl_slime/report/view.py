@@ -75,11 +75,9 @@ class _Viewer:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._admit])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/data", self._data)
-        app.router.add_get("/events", self._events)
-        app.router.add_get("/rollout", self._rollout)
-        app.router.add_get("/ids", self._ids)
+        handlers = {"": self._page, "data": self._data, "events": self._events, "rollout": self._rollout}
+        for name, handler in {**handlers, "ids": self._ids}.items():
+            app.router.add_get(f"/{name}", handler)
         return app
 
     @web.middleware
