@@ -26,14 +26,6 @@ class TokenScores:
 
 
 @runtime_checkable
-class HasTokenScores(Protocol):
-    """A trainer that publishes its scores of single tokens, for reports."""
-
-    scores: TokenScores | None
-    """Of the last batch of ``train``."""
-
-
-@runtime_checkable
 class Trainer(Protocol):
     """A trainer that can be stopped and resumed. The methods block: call them from a thread."""
 

@@ -122,9 +122,8 @@ class LocalTrainer:
         self._computing = torch.autocast(self._device.type, dtype=torch.bfloat16) if bfloat16 else nullcontext()
         self._source = Path(model_path)
         self.model = load_model(self._source, device=self._device)
-        self._set_threads()
-        n_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.lr = self.settings.lr or default_lr(n_parameters, lora=bool(self.settings.lora_rank))
+        set_threads(torch_threads, self.model)
+        self.lr = self.settings.lr or default_lr(self.model.num_parameters(), lora=bool(self.settings.lora_rank))
         """The learning rate after the warm-up."""
         self._vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type, union-attr]
         allow_packing(self.model)
@@ -180,17 +179,15 @@ class LocalTrainer:
                 minibatch is not finite (its step is skipped; the steps of earlier minibatches stay).
         """
         started = time.perf_counter()
-        self._set_threads()
         if iteration < 0:
             raise TrainerError(f"iteration is {iteration}; it must be at least 0.")
-        checked = self._check(batch)
+        checked, everything = self._prepare(batch)
         metrics = {"train/samples": float(checked.n_samples), "train/rollouts": float(checked.n_rollouts)}
         if self.settings.overlong_buffer:
             metrics["train/overlong_penalty"] = checked.overlong_penalty
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
         engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
         recompute = engine is None or self.settings.old_log_probs == "recompute"
-        everything = self._microbatches(checked, range(checked.n_samples))
         by_sequence = self.settings.loss == "gspo"
         passes, epochs = recompute + (self._start_model is not None), self.settings.epochs
         work = (len(micro.ids) * (passes + epochs * (by_sequence + self._cost(micro))) for micro in everything)
@@ -249,9 +246,7 @@ class LocalTrainer:
     def imitate(self, samples: Sequence[Sample]) -> float:
         """Take one step of supervised learning on the tokens under the mask, whose rewards are 1; returns their
         cross-entropy in nats per token. Raises ``TrainerError`` as :meth:`train`."""
-        self._set_threads()
-        batch = self._check(samples)
-        microbatches = self._microbatches(batch, range(batch.n_samples))
+        batch, microbatches = self._prepare(samples)
         self._done_work, self._planned_work = 0, sum(len(micro.ids) * self._cost(micro) for micro in microbatches)
         place = f"step {self.steps + 1}"
         return self._step(microbatches, lambda _, log_probs: -log_probs.sum() / batch.n_tokens, None, place)[0]
@@ -260,9 +255,7 @@ class LocalTrainer:
     def score(self, samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[np.ndarray]:
         """The log-probs of the tokens under the mask of each sample, float32, by the current weights at the sampling
         temperature. Raises ``TrainerError`` as :meth:`train`."""
-        self._set_threads()
-        checked = self._check(samples)
-        microbatches = self._microbatches(checked, range(checked.n_samples))
+        checked, microbatches = self._prepare(samples)
         self._done_work, self._planned_work = 0, sum(len(micro.ids) for micro in microbatches)
         scores = self._score(self.model, microbatches, checked.n_tokens)
         return np.split(scores.log_probs.cpu().numpy(), checked.token_offsets[1:-1])
@@ -275,9 +268,7 @@ class LocalTrainer:
         trained weights: of the rollout's part of the loss of one step on the whole batch, so that the parts add up to
         the step's gradient, and of the sum of the rollout's log-probs. Nothing is trained. Raises ``TrainerError`` as
         :meth:`train`."""
-        self._set_threads()
-        checked = self._check(batch)
-        everything = self._microbatches(checked, range(checked.n_samples))
+        checked, everything = self._prepare(batch)
         engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
         now = self._score(self.model, everything, checked.n_tokens).log_probs
         old = now if engine is None or self.settings.old_log_probs == "recompute" else engine
@@ -453,7 +444,9 @@ class LocalTrainer:
         size = self.settings.max_tokens_per_microbatch
         return list(make_microbatches(batch, samples, max_tokens=size, sharing=packs(self.model)))
 
-    def _check(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
+    def _prepare(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> tuple[TrainBatch, list[MicroBatch]]:
+        """``batch``, checked, and all of it in microbatches."""
+        set_threads(self._torch_threads, self.model)
         checked = TrainBatch.from_samples(
             batch,
             rewards=self.settings.rewards,
@@ -475,7 +468,7 @@ class LocalTrainer:
         if checked.token_log_probs is None and self.settings.off_policy != "none":
             need = f"the batch has no rollout_log_probs, which off_policy {self.settings.off_policy!r} needs"
             raise TrainerError(f"{need}; set it to 'none' to train without.")
-        return checked
+        return checked, self._microbatches(checked, range(checked.n_samples))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -558,6 +551,3 @@ class LocalTrainer:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-    def _set_threads(self) -> None:
-        set_threads(self._torch_threads, self.model)
