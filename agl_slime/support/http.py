@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -77,8 +77,7 @@ async def listening(
     """
     if not 0 <= port <= 65_535:
         raise ConfigError(f"port must be from 0, which takes a free one, to 65535, got {port}")
-    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s)
-    app.middlewares.insert(0, guard.middleware)
+    app.middlewares.insert(0, _guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s))
     options = {"access_log": None, "logger": _connection_logger, "auto_decompress": False, **options}
     runner = web.AppRunner(app, keepalive_timeout=stalled_s, **options)
     await runner.setup()
@@ -90,20 +89,17 @@ async def listening(
         await runner.cleanup()
 
 
-class _Guard:
-    """Checks of every request before its handler: see ``listening``."""
-
-    def __init__(self, *, check_host: bool, stalled_s: float) -> None:
-        self._check_host, self._stalled_s = check_host, stalled_s
+def _guard(*, check_host: bool, stalled_s: float) -> Middleware:
+    """A middleware that checks every request before its handler: see ``listening``."""
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        refusal, status = page_refusal(request.headers, request.path, check_host=self._check_host), 403
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal, status = page_refusal(request.headers, request.path, check_host=check_host), 403
         if refusal is None and (refusal := encoding_refusal(encoding_of(request.headers))) is not None:
             status = 415
         if refusal is None:
             if not request.content.is_eof():
-                self._watch(request, 0)
+                _watch(request, 0, stalled_s)
             try:
                 return await handler(request)
             except web.RequestPayloadError as error:
@@ -111,18 +107,21 @@ class _Guard:
         # with the fields of every server's errors
         return json_response({"success": False, "message": refusal, "error": {"message": refusal}}, status=status)
 
-    def _watch(self, request: web.Request, received: int) -> None:
-        """Close the connection if its body progresses too slowly after ``received`` bytes."""
+    return middleware
 
-        def close_if_slow() -> None:
-            if request.content.is_eof() or request.transport is None:
-                return
-            if request.content.total_bytes - received < 1000 * self._stalled_s:
-                request.transport.abort()
-            else:
-                self._watch(request, request.content.total_bytes)
 
-        asyncio.get_running_loop().call_later(self._stalled_s, close_if_slow)
+def _watch(request: web.Request, received: int, stalled_s: float) -> None:
+    """Close the connection if its body progresses too slowly after ``received`` bytes."""
+
+    def close_if_slow() -> None:
+        if request.content.is_eof() or request.transport is None:
+            return
+        if request.content.total_bytes - received < 1000 * stalled_s:
+            request.transport.abort()
+        else:
+            _watch(request, request.content.total_bytes, stalled_s)
+
+    asyncio.get_running_loop().call_later(stalled_s, close_if_slow)
 
 
 def stop_signal() -> asyncio.Event:

@@ -50,9 +50,8 @@ OPTIONAL_NAMES = {
     "spill_routed_experts": ("slime.utils.routed_experts",),
     "slice_log_prob_with_cp": ("slime.backends.megatron_utils.cp_utils",),
 }
-# Names for agl_slime.train.slime.launch.
-_LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
-_MODULES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
+_MODULES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES}
+_MODULES["get_slime_extra_args_provider"] = ("slime.utils.arguments",)  # for agl_slime.train.slime.launch
 
 
 def installed() -> bool:

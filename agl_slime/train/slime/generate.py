@@ -91,12 +91,7 @@ class SingleRollouts:
         connection.start()
 
     async def run(
-        self,
-        task: dict[str, Any],
-        sampling: Mapping[str, Any],
-        *,
-        mode: Literal["train", "val"],
-        number: int | None,
+        self, task: dict[str, Any], sampling: Mapping[str, Any], *, mode: Literal["train", "val"], number: int | None
     ) -> MemberResult:
         """The result of one rollout, which a cancellation cancels in the store. ``number`` decides its seed."""
         enqueue = partial(self._connection.enqueue, size=1, mode=mode, sampling=sampling)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -84,7 +83,14 @@ class TaskProducer(Producer):
         if not any(members.values()):
             ends = format_outcomes(self.source.ledger.counts().reasons)
             raise DataSourceError(f"all rollouts of evaluation {rollout_id} failed: {ends}")
-        return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
+        return {
+            name: {
+                **eval_entry([member.samples[-1] for member in ended]),
+                "rewards": [member.reward for member in ended],
+            }
+            for name, ended in members.items()
+            if ended  # slime divides by their number
+        }
 
     async def _evaluate(self, rollout_id: int) -> dict[str, list[MemberResult]]:
         timeout_s = self.source.settings.get_timeout_s
@@ -217,9 +223,3 @@ class TaskProducer(Producer):
         if self._staleness is not None and self._staleness.active:
             return self._staleness.free
         return self._requested - len(self.source.delivery.ready) - len(self._cursor.in_flight)
-
-
-def eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
-    """slime's evaluation data, with an entry per successful rollout."""
-    entry = eval_entry([member.samples[-1] for member in members])
-    return {**entry, "rewards": [member.reward for member in members]}

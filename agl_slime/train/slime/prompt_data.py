@@ -66,8 +66,9 @@ class PromptData(BaseModel):
         if self.tool_key is not None and row.get(self.tool_key) is not None:
             task["tools"] = _tools(row[self.tool_key], f"{place}: {self.tool_key}")
         if self.multimodal_keys:
-            images = _images(task.pop(self.multimodal_keys["image"], None), place)
-            task["prompt"] = _with_images(task.get("prompt"), images, place)
+            images = task.pop(self.multimodal_keys["image"], None)
+            images = images if isinstance(images, list) else [] if images is None else [images]
+            task["prompt"] = _with_images(task.get("prompt"), [_image(image, place) for image in images], place)
         if "messages" in task and "prompt" in task:  # agents take messages first
             del task["messages"]
             task |= {"messages": task["prompt"]} if isinstance(task["prompt"], list) else {}
@@ -107,11 +108,6 @@ def _tools(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(f"{place} is no list of tools, but {type(value).__name__}")
     return value
-
-
-def _images(value: Any, place: str) -> list[dict[str, Any]]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return [_image(image, place) for image in values]
 
 
 def _image(value: Any, place: str) -> dict[str, Any]:

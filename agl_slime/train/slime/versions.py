@@ -101,10 +101,12 @@ class RolloutSide:
         if _SHAPES[manager_shape()]:
             self.placements = find("create_placement_groups")(self.args)
         elif getattr(self.args, "rollout_session_id", None) is None:
+            import ray
+
             # slime refuses to reuse a named session when a setting differs, and the store's port and token always do
             self.args.rollout_session_id = session = f"agl-{uuid.uuid4().hex}"
             self._end_abandoned_sessions()
-            self._marker = _start_marker(session)
+            self._marker = ray.remote(LivingSession).options(name=session, namespace=_NAMESPACE, num_cpus=0).remote()
 
     def start(self) -> None:
         """Start the manager, and the engines if slime launches them. Raises ``UnknownVersionError`` when slime returns
@@ -187,12 +189,6 @@ def _actor(name: str) -> Any:
 
 class LivingSession:
     """An actor that is not detached, and so lives exactly as long as its driver."""
-
-
-def _start_marker(session: str) -> Any:
-    import ray
-
-    return ray.remote(LivingSession).options(name=session, namespace=_NAMESPACE, num_cpus=0).remote()
 
 
 def _end(actor: Any, *, dispose: bool) -> None:
