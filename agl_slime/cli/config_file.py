@@ -27,10 +27,8 @@ from agl_slime.support.flags import parse_flags
 from agl_slime.support.net import shown_url
 from agl_slime.train.local.settings import LocalTrainerSettings
 
-_DESCRIPTION = (
-    "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every "
-)
-_DESCRIPTION += "iteration."
+_DESCRIPTION = "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after "
+_DESCRIPTION += "every iteration."
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = re.compile(r"(//|[?#]|/k/)\*\*\*|\(not written\)")  # by shown_url, or for a name

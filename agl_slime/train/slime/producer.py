@@ -84,10 +84,7 @@ class TaskProducer(Producer):
             ends = format_outcomes(self.source.ledger.counts().reasons)
             raise DataSourceError(f"all rollouts of evaluation {rollout_id} failed: {ends}")
         return {
-            name: {
-                **eval_entry([member.samples[-1] for member in ended]),
-                "rewards": [member.reward for member in ended],
-            }
+            name: {**eval_entry([end.samples[-1] for end in ended]), "rewards": [end.reward for end in ended]}
             for name, ended in members.items()
             if ended  # slime divides by their number
         }
