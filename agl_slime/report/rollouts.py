@@ -12,17 +12,16 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from agl_slime.data.credit import mask_of
 from agl_slime.data.results import reward_of, rollout_of
-from agl_slime.errors import ConfigError, TraceError
+from agl_slime.errors import TraceError
 from agl_slime.events import (
     BatchTrained,
     Event,
@@ -355,30 +354,6 @@ def pack(values: Any, kind: str = "<f4") -> str:
     return base64.b64encode(np.asarray(values, dtype=kind).tobytes()).decode("ascii")
 
 
-def unpack(text: str, kind: str = "<f4") -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), kind)
-
-
-class TokenColumns(NamedTuple):
-    """The ids of a Sample that ``describe_tokens`` described, the length of its prompt, and of each response token the
-    loss mask and the log-probs of engine and trainer."""
-
-    ids: np.ndarray
-    prompt_length: int
-    mask: np.ndarray
-    engine: np.ndarray
-    trainer: np.ndarray
-
-
-def read_tokens(described: Mapping[str, Any]) -> TokenColumns:
-    ids, start = unpack(described["tokens"], "<i4"), int(described["prompt_length"])
-    mask = np.zeros(len(ids) - start, dtype=bool)
-    for first, end in described["trained"]:
-        mask[first:end] = True
-    log_probs = (unpack(described[f"{side}_log_probs"]) for side in ("engine", "trainer"))
-    return TokenColumns(ids, start, mask, *log_probs)
-
-
 def _spans(mask: np.ndarray) -> list[list[int]]:
     """The runs of 1 in the mask, as ``[start, end)``."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
@@ -459,16 +434,3 @@ class Pieces:
             pieces.append(text[len(self._decode(ids[start:read])) :])
             start, read = read, end
         return pieces
-
-
-def kept_rollouts(run_dir: Path) -> Iterator[Mapping[str, Any]]:
-    """The rollouts of a run's ``rollouts.jsonl``, each once. Raises ``ConfigError`` without the file."""
-    run = RunDir(run_dir)
-    if not run.rollouts.is_file():
-        raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")
-    yielded = set[Any]()
-    for line in iter_jsonl(run.rollouts):
-        name = line.get("rollout_id")
-        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list) and name not in yielded:
-            yielded |= {name} - {None}
-            yield line

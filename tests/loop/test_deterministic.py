@@ -25,8 +25,9 @@ from agl_slime.engine.client import generation
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import iter_jsonl
-from agl_slime.report.rollouts import pack, unpack
+from agl_slime.report.rollouts import pack
 from agl_slime.tools.compare.command import compare
+from agl_slime.tools.kept_rollouts import unpack
 from agl_slime.train.local.settings import LocalTrainerSettings
 from tests.harness.engine_servers import engine_in_thread, real_sglang
 from tests.harness.training import needs_torch, train

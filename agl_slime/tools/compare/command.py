@@ -15,8 +15,8 @@ import tyro
 from agl_slime.cli.local import MAY_CHANGE
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir, differences, iter_jsonl, read_object
-from agl_slime.report.rollouts import unpack
 from agl_slime.support.terminal import print_line
+from agl_slime.tools.kept_rollouts import unpack
 
 _STEP = ("train/loss", "train/grad_norm")  # which do not depend on the order of a rollout's Samples
 _CONTEXT = 12  # tokens of text in front of the one that differs

@@ -13,11 +13,11 @@ import tyro
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report.files import RunDir, dump, iter_jsonl
-from agl_slime.report.rollouts import kept_rollouts, read_tokens
 from agl_slime.support.files import unwritable_as_error, whole_directory, whole_file
 from agl_slime.support.flags import parse_flags
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.audit.figures import recompute_digest
+from agl_slime.tools.kept_rollouts import kept_rollouts, read_tokens
 
 Format = Literal["sft", "dpo", "messages", "parquet", "hf-dataset"]
 Messages = Sequence[Mapping[str, Any]]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.report.files import iter_jsonl
-from agl_slime.report.rollouts import read_tokens
+from agl_slime.tools.kept_rollouts import read_tokens
 
 TOLERANCE = 1e-3
 """Nats per token, on average; a smaller gap is float32 arithmetic in another order."""

@@ -25,10 +25,10 @@ import tyro
 from numpy.typing import NDArray
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.rollouts import kept_rollouts
 from agl_slime.support.terminal import print_line
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.systems import text_of
+from agl_slime.tools.kept_rollouts import kept_rollouts
 
 MOST_WORDS = 2_000  # of a rollout's answers, from their beginning
 LONGEST_PHRASE, ECHO, LOOP, LONGEST_SHAPE = 3, 6, 4, 24

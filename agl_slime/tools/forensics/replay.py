@@ -14,7 +14,7 @@ import numpy as np
 from agl_slime.errors import ConfigError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
-from agl_slime.report.rollouts import digest_sample, read_tokens
+from agl_slime.report.rollouts import digest_sample
 from agl_slime.support.flags import parse_flags, split_at_dashes
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.replay_slime import print_replay, replay_dump
@@ -27,6 +27,7 @@ from agl_slime.tools.forensics.steps import (
     take_step,
     trainer_class,
 )
+from agl_slime.tools.kept_rollouts import read_tokens
 from agl_slime.tools.slime_dumps.runs import is_dump
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample, flat_samples, sample_from_fields

@@ -19,9 +19,10 @@ from agl_slime.errors import ConfigError, EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
 from agl_slime.report.files import IterationFile, jsonable
-from agl_slime.report.rollouts import describe_batch, describe_tokens, pack, unpack
+from agl_slime.report.rollouts import describe_batch, describe_tokens, pack
 from agl_slime.tools.forensics.replay import main, replay
 from agl_slime.tools.forensics.steps import ReplayConfig, print_influences
+from agl_slime.tools.kept_rollouts import unpack
 from agl_slime.train.local import LocalTrainerSettings
 from agl_slime.types import Sample
 from tests.harness import training
