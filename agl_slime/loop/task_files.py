@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,6 @@ def read_rows(path: str | Path, *, flag: str) -> Iterator[tuple[str, Any]]:
     ``MissingDependencyError`` for a parquet file without pyarrow."""
     file, part = split_slice(path)
     rows = _parquet_rows(file, flag) if file.suffix == ".parquet" else _json_rows(file, flag)
-    return _sliced(rows, part)
-
-
-def _sliced(rows: Iterable[tuple[str, Any]], part: slice) -> Iterator[tuple[str, Any]]:
     if (part.start or 0) < 0 or (part.stop or 0) < 0:
         return iter([*rows][part])
     return islice(rows, part.start, part.stop)

@@ -29,15 +29,13 @@ _NOT_IN_HTML = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0
 def assets() -> tuple[str, str, str]:
     """Page, styles and code; the code is one function, so that its names are not global."""
     folder = files("agl_slime.report") / "web"
-    read = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "uplot.css", "page.css")}
-    license_text = (folder / "uplot.LICENSE").read_text(encoding="utf-8").replace("*/", "")
-    chart = f"/* uPlot\n{license_text}*/\n" + (folder / "uplot.js").read_text(encoding="utf-8")
-    main = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    return (
-        read["page.html"],
-        read["uplot.css"] + read["page.css"],
-        f'{chart}\n(() => {{\n"use strict";\n{main}\n}})();',
-    )
+
+    def read(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    license_text, main = read("uplot.LICENSE").replace("*/", ""), "\n".join(read(f"{name}.js") for name in SCRIPTS)
+    code = f'/* uPlot\n{license_text}*/\n{read("uplot.js")}\n(() => {{\n"use strict";\n{main}\n}})();'
+    return read("page.html"), read("uplot.css") + read("page.css"), code
 
 
 def policy(*, live: bool) -> str:

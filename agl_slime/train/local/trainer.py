@@ -192,11 +192,8 @@ class LocalTrainer:
         passes, epochs = recompute + (self._start_model is not None), self.settings.epochs
         work = (len(micro.ids) * (passes + epochs * (by_sequence + self._cost(micro))) for micro in everything)
         self._done_work, self._planned_work = 0, sum(work)
-        unscored = torch.full((checked.n_tokens,), math.nan, device=self._device)
-        if recompute:
-            first = self._score(self.model, everything, checked.n_tokens)
-        else:
-            first = _Scores(unscored, unscored.clone())
+        unscored = torch.full((2, checked.n_tokens), math.nan, device=self._device)
+        first = self._score(self.model, everything, checked.n_tokens) if recompute else _Scores(*unscored)
         old = first.log_probs if recompute or engine is None else engine
         if self._teacher_coef:
             checked, metrics["train/teacher_kl"] = self._with_teacher(checked, old)
@@ -396,7 +393,7 @@ class LocalTrainer:
     @torch.no_grad()
     def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _Scores:
         """Log-prob and entropy of every token under the mask, in the order of the batch."""
-        scores = _Scores(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
+        scores = _Scores(*torch.empty(2, n_tokens, device=self._device))
         for micro in microbatches:
             with self._computing:
                 hidden = hidden_at(model, micro)
