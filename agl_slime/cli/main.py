@@ -21,6 +21,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -102,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(command: str, arguments: list[str]) -> Any:
-    module, _, name = COMMANDS[command][1].partition(":")
-    return _call_function(getattr(import_module(f"agl_slime.{module}"), name), command, arguments)
+    return _call_function(resolve_name(f"agl_slime.{COMMANDS[command][1]}"), command, arguments)
 
 
 def _call_function(function: Callable[..., Any], command: str, arguments: list[str]) -> Any:

@@ -6,7 +6,7 @@ import ast
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
@@ -97,6 +97,9 @@ class Setting(NamedTuple):
     text: str
 
 
+_types = cache(partial(get_type_hints, include_extras=True))
+
+
 def find_setting(root: type, path: str) -> Setting:
     section, _, name = path.rpartition(".")
     owner = type(default_of(root, section)) if section else root
@@ -109,11 +112,6 @@ def default_of(root: type, path: str) -> Any:
     setting = next(each for each in fields(root) if each.name == first)
     default = setting.default_factory() if setting.default is MISSING else setting.default  # type: ignore[misc]
     return attrgetter(rest)(default) if rest else default
-
-
-@cache
-def _types(owner: type) -> Mapping[str, Any]:
-    return get_type_hints(owner, include_extras=True)
 
 
 @cache

@@ -206,7 +206,7 @@ def _anchored_parts(samples: Sequence[Sample], counted: Sequence[int], key: str 
         rollouts.setdefault(i if samples[i].rollout_id is None else ("rollout", samples[i].rollout_id), []).append(i)
     parts = []
     for name, numbers in rollouts.items():
-        turns = [(i, start, end) for i in numbers for start, end in _runs(mask_of(samples[i]))]
+        turns = [(i, start, end) for i in numbers for start, end in runs_of(mask_of(samples[i]))]
         first = {(i, spans[0][0]): reward for i in numbers for reward, spans in reward_spans(samples[i], i).values()}
         rest = reward_value(samples[numbers[0]], numbers[0], key=key)
         for number, (i, start, end) in reversed([*enumerate(turns)]):
@@ -218,7 +218,8 @@ def _anchored_parts(samples: Sequence[Sample], counted: Sequence[int], key: str 
     return parts
 
 
-def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def runs_of(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The runs of 1 in the mask, as ``[start, end)``."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
     return [*zip(edges[::2], edges[1::2], strict=True)]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from agl_slime.data.credit import mask_of
+from agl_slime.data.credit import mask_of, runs_of
 from agl_slime.data.results import reward_of, rollout_of
 from agl_slime.errors import TraceError
 from agl_slime.events import (
@@ -141,7 +141,7 @@ class RolloutWriter:
 
     def _trained(self, event: BatchTrained) -> None:
         for number, sample in enumerate(event.samples):
-            rollout_id = str(sample.metadata.get("agl_rollout_id"))
+            rollout_id = str(rollout_of(sample))
             if (group := self._group_of.get(rollout_id)) is not None:
                 group.trained.add(rollout_id)
                 if rollout_id in group.members and event.log_probs:
@@ -339,7 +339,7 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
         "prompt_length": min(start, len(tokens)),
         "tokens": pack(tokens, "<i4"),
         "pieces": pieces(tokens),
-        "trained": _spans(mask[:n_shown]),
+        "trained": [*map(list, runs_of(mask[:n_shown]))],
         "engine_log_probs": pack(engine[:n_shown]),
         "trainer_log_probs": pack(log_probs[:n_shown]),
         "advantages": pack(advantages[:n_shown]),
@@ -352,12 +352,6 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
 def pack(values: Any, kind: str = "<f4") -> str:
     """Numbers as base64 of little-endian ``kind``; ``numpy.frombuffer(base64.b64decode(text), kind)`` reads it."""
     return base64.b64encode(np.asarray(values, dtype=kind).tobytes()).decode("ascii")
-
-
-def _spans(mask: np.ndarray) -> list[list[int]]:
-    """The runs of 1 in the mask, as ``[start, end)``."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    return edges.reshape(-1, 2).tolist()
 
 
 def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed: int = 0) -> dict[str, str]:
