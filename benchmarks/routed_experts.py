@@ -23,7 +23,7 @@ from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.replay import file_replay, remove_replay
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.turn import Trajectory, Turn
-from agl_slime.train.slime.replay import with_tensors
+from agl_slime.train.slime.replay import in_slimes_form
 
 
 def rollout(tokens: int, turns: int, shape: tuple[int, int] | None, directory: Path | None = None) -> dict[str, float]:
@@ -62,7 +62,7 @@ def rollout(tokens: int, turns: int, shape: tuple[int, int] | None, directory: P
     spent["sample"] = time.process_time() - began
     held = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.nbytes
     began = time.process_time()
-    with_tensors([sample])
+    in_slimes_form([sample])
     spent["tensor"] = time.process_time() - began
     stored = sum(len(value) for span in spans for value in span.attributes.values() if isinstance(value, str))
     tensor = sample.rollout_routed_experts

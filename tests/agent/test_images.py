@@ -5,7 +5,7 @@ from typing import Any
 
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.tokens.images import MARK, ImageSettings
-from agl_slime.train.slime.replay import with_train_inputs
+from agl_slime.train.slime.replay import in_slimes_form
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.harness.engine_faults import Abort
 from tests.harness.gateway import QUICK, engine_saying
@@ -69,10 +69,10 @@ async def test_images_of_prompt_and_tools_are_in_one_sample_in_order() -> None:
     assert turns[0].messages is not None  # which have a mark in the place of the picture
     assert MARK.findall(turns[0].messages[0]["content"]) == [turns[0].images[0].sha]
 
-    restored = sample_from_json(sample_to_json(with_train_inputs([sample], vision_tokenizer())[0]))
+    restored = sample_from_json(sample_to_json(in_slimes_form([sample], vision_tokenizer())[0]))
     assert len(sample.multimodal_train_inputs["pixel_values"]) == 2
     assert restored.multimodal_train_inputs is None
-    with_train_inputs([restored], vision_tokenizer())
+    in_slimes_form([restored], vision_tokenizer())
     for name, tensor in sample.multimodal_train_inputs.items():
         assert tensor.equal(restored.multimodal_train_inputs[name])
     assert [image.tobytes() for image in restored.multimodal_inputs["images"]] == [image.tobytes() for image in images]
@@ -91,7 +91,7 @@ async def test_answer_cut_by_a_weight_update_resumes_with_the_same_images() -> N
     assert samples[0].rollout_log_probs == samples[1].rollout_log_probs
     images = [turn.images[0] for conversion in conversions for turn in conversion.trajectory.turns]
     assert images[0] is images[1]
-    with_train_inputs(samples, vision_tokenizer())
+    in_slimes_form(samples, vision_tokenizer())
     pixels = [sample.multimodal_train_inputs["pixel_values"] for sample in samples]
     assert pixels[0] is pixels[1]
 

@@ -9,7 +9,7 @@ from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.turn import Trajectory
-from agl_slime.train.slime.replay import with_train_inputs
+from agl_slime.train.slime.replay import in_slimes_form
 from tests.gateway.protocols import CHATS, assistant, body_of, called, user
 from tests.harness.gateway import Case, post, serving, trained_once
 from tests.harness.servers import server_that_answers
@@ -45,7 +45,7 @@ def chat(case: Case, *messages: Any, status: int = 200) -> Any:
 
 def samples(case: Case) -> list[Any]:
     trajectory = Trajectory(rollout_id="ro-1", attempt_id="at-1", task={}, turns=tuple(case.turns), reward=1.0)
-    return list(with_train_inputs(convert_trajectory(trajectory, case.tokenizer).samples, case.tokenizer))
+    return list(in_slimes_form(convert_trajectory(trajectory, case.tokenizer).samples, case.tokenizer))
 
 
 def pixels(images: list[Any]) -> list[bytes]:

@@ -34,7 +34,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.train.slime.args import PluginSettings
-from agl_slime.train.slime.replay import check_replayed, with_tensors
+from agl_slime.train.slime.replay import check_replayed, in_slimes_form
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.harness.datasource import QUICK, Listener
 from tests.harness.examples import examples
@@ -165,7 +165,7 @@ def test_replay_data_is_in_the_sample_only_and_survives_saving() -> None:
 def test_slime_gets_int32_tensors_and_no_group_without_experts() -> None:
     torch = pytest.importorskip("torch")
     group = converted().samples
-    (sample,) = with_tensors(group)
+    (sample,) = in_slimes_form(group)
     assert sample.rollout_routed_experts.dtype == sample.rollout_top_p_token_ids.dtype == torch.int32
     args = Namespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3)
     check_replayed(args, group)

@@ -22,7 +22,7 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.train.slime.args import PluginSettings, context_length
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.hooks import credits_tokens
-from agl_slime.train.slime.replay import replay_sampling, with_tensors, with_train_inputs
+from agl_slime.train.slime.replay import in_slimes_form, replay_sampling
 from agl_slime.types import ARRAY_FIELDS, Sample
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ async def run_rollout(
     member = await rollouts.run(task, sampling, mode="val" if evaluation else "train", number=sample.index)
     if not member.ok:
         return _failed(sample, member)
-    samples = await run_in_thread(with_train_inputs, with_tensors(member.samples), rollouts.tokenizer)
+    samples = await run_in_thread(in_slimes_form, member.samples, rollouts.tokenizer)
     completed = [_completed(sample, from_rollout) for from_rollout in samples]
     if len(completed) == 1:
         return completed[0]

@@ -27,21 +27,14 @@ def replay_sampling(args: Any) -> dict[str, Any]:
     return sampling
 
 
-def with_tensors(groups: Sequence[Any]) -> Sequence[Any]:
-    """``groups``, with arrays replaced by int32 tensors in place: slime indexes with them, and would treat uint8 as a
-    mask."""
+def in_slimes_form(groups: Sequence[Any], tokenizer: Any = None) -> Sequence[Any]:
+    """``groups``, changed in place: arrays become int32 tensors (slime indexes with them, and would treat uint8 as a
+    mask), and Samples with images get ``multimodal_train_inputs``, by the processor of ``tokenizer``. Raises
+    ``DataSourceError`` when there is no processor."""
     for sample in flat_samples(groups):
         for name in ARRAY_FIELDS:
-            value = getattr(sample, name, None)
-            if isinstance(value, np.ndarray):
+            if isinstance(value := getattr(sample, name, None), np.ndarray):
                 setattr(sample, name, _tensor(value))
-    return groups
-
-
-def with_train_inputs(groups: Sequence[Any], tokenizer: Any) -> Sequence[Any]:
-    """``groups``, with ``multimodal_train_inputs`` set in Samples with images, by the processor of ``tokenizer``.
-    Raises ``DataSourceError`` when there is no processor."""
-    for sample in flat_samples(groups):
         pictures = (sample.multimodal_inputs or {}).get("images")
         if not pictures or sample.multimodal_train_inputs is not None:
             continue

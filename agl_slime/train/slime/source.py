@@ -24,7 +24,7 @@ from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.flags import evaluates, warn_of_flags
 from agl_slime.train.slime.hooks import credits_tokens
 from agl_slime.train.slime.producer import NO_EVALUATION, TaskProducer
-from agl_slime.train.slime.replay import with_tensors, with_train_inputs
+from agl_slime.train.slime.replay import in_slimes_form
 from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.types import DataSource, Sample, flat_samples, sample_from_json, sample_to_json
 
@@ -110,7 +110,7 @@ class AGLDataSource(DataSource):
         groups = self.groups.get_samples(num_samples)
         if self._teachers is not None and self._score_late:
             run_blocking(score_delivered(groups, self._teachers))
-        return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
+        return [*in_slimes_form(groups, self._tokenizer)]
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are delivered again before newer ones."""
@@ -219,7 +219,7 @@ class AGLDataSource(DataSource):
 
     def _batch(self) -> list[list[Sample]]:
         groups = [[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]]
-        return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
+        return [*in_slimes_form(groups, self._tokenizer)]
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         write_file(path, as_json(state))

@@ -8,7 +8,7 @@ import pytest
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tools.forensics.autopsy import AutopsyConfig, autopsy
-from agl_slime.train.slime.replay import with_train_inputs
+from agl_slime.train.slime.replay import in_slimes_form
 from tests.harness.engine_servers import real_sglang
 from tests.harness.rollouts import run_rollouts
 from tests.harness.vision import picture, save_qwen2_vl, uri
@@ -62,7 +62,7 @@ async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(tmp_path
     assert finished.failure is None
     tokenizer = load_tokenizer(str(model))
     conversion = finished.convert(tokenizer)
-    (sample,) = with_train_inputs(conversion.samples, tokenizer)
+    (sample,) = in_slimes_form(conversion.samples, tokenizer)
     assert [len(turn.images) for turn in conversion.trajectory.turns] == [1, 1, 3]
     counts = [grid.prod().item() // 4 for grid in sample.multimodal_train_inputs["image_grid_thw"]]
     assert counts == [12, 10, 3]
