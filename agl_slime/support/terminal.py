@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Any
@@ -18,6 +18,8 @@ from typing import IO, Any
 import rich.console
 from rich.segment import Segment
 from rich.text import Text
+
+from agl_slime.errors import AglSlimeError
 
 # C0 without tab and newline, DEL, C1, marks and overrides of direction, other ends of lines, and lone surrogates
 _EFFECTS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,6 +36,15 @@ def print_line(text: object = "", *, to: rich.console.Console | IO[str] | None =
         to.print(Text(plain(str(text)), style=style), soft_wrap=True)
     else:
         print(plain(str(text)), file=to, flush=True)
+
+
+def exit_code_of(program: Callable[[], int | None]) -> int:
+    """The exit code of a program: its result, or 2 after an error of this package, which is printed."""
+    try:
+        return program() or 0
+    except AglSlimeError as error:
+        print_line(f"error: {error}", to=sys.stderr)
+        return 2
 
 
 @contextmanager

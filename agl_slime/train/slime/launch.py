@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.support.slime import INSTALL_SLIME, find, installed, module_of
-from agl_slime.support.terminal import print_line
+from agl_slime.support.terminal import exit_code_of
 
 FLAGS = {
     "--agent-rollout-buffer-url": "Rollout Buffer that agl_slime.buffer.agent_rollout takes groups from.",
@@ -71,12 +71,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """``launch`` from the command line; returns the exit code."""
     script, *flags = [*(sys.argv[1:] if argv is None else argv)] or [""]
-    try:
-        launch(script, flags)
-    except AglSlimeError as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 2
-    return 0
+    return exit_code_of(lambda: launch(script, flags))
 
 
 if __name__ == "__main__":

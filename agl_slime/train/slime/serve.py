@@ -14,9 +14,8 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from agl_slime.errors import AglSlimeError
 from agl_slime.support.flags import parse_flags
-from agl_slime.support.terminal import print_line
+from agl_slime.support.terminal import exit_code_of, print_line
 
 
 def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurrent: int = 1024) -> int:
@@ -51,13 +50,8 @@ def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurre
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``serve`` from the command line; returns the exit code."""
-    try:
-        return parse_flags(
-            serve, prog="python -m agl_slime.train.slime.serve", arguments=sys.argv[1:] if argv is None else argv
-        )
-    except AglSlimeError as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 2
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: parse_flags(serve, prog="python -m agl_slime.train.slime.serve", arguments=arguments))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import metric_names as names
-from agl_slime.errors import AglSlimeError
-from agl_slime.support.terminal import print_line
+from agl_slime.support.terminal import exit_code_of, print_line
 from agl_slime.tools.rehearse.megatron import flags as flags_of
 from agl_slime.tools.rehearse.megatron.cuda import install
 from agl_slime.tools.rehearse.megatron.sources import Sources
@@ -64,12 +63,7 @@ def run(script: Path, flags: list[str], *, num_gpus: int, actor: str = "Megatron
 def main(words: list[str]) -> int:
     """The command; returns its exit code."""
     script = words.pop(0) if words and words[0].endswith(".py") else "train.py"
-    try:
-        train(script, words)
-    except AglSlimeError as error:
-        print_line(f"error: {error}", to=sys.stderr)
-        return 2
-    return 0
+    return exit_code_of(lambda: train(script, words))
 
 
 def train(script: str, words: list[str]) -> None:
