@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from agl_slime import events
+from agl_slime import metric_names as names
 from agl_slime.agent.access import LLM_RESOURCE
 from agl_slime.data.enqueueing import HealthCheck
 from agl_slime.data.results import GroupResult, MemberResult
@@ -35,18 +36,6 @@ from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, ValidationTasks, as_task_source
 from agl_slime.loop.validation import Validations
-from agl_slime.metric_names import (
-    CPU_BUSY,
-    ENGINE_WAITED,
-    ITERATION_S,
-    REWARD_MEAN,
-    ROLL_S,
-    SYNC_S,
-    TOKENS_PER_S,
-    TRAIN_S,
-    TRAINER_WAITED,
-    WEIGHTS_VERSION,
-)
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, threaded
@@ -252,28 +241,28 @@ class OnlineRLLoop:
             learning = asyncio.ensure_future(self._train_and_sync(iteration))
             interrupted = await finish_step(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
             metrics.update(learning.result())
-            synced_s, idle_in_sync_s = metrics[SYNC_S], self._idle_in_sync_s
+            synced_s, idle_in_sync_s = metrics[names.SYNC_S], self._idle_in_sync_s
         self._schedule.metadata = {"iteration": iteration + 1, "weight_version": self._state.version}
         self._schedule.advance()
         iteration_s = time.monotonic() - began
         if self.settings.max_staleness:
             waited_s = self._schedule.idle_s - idle_s - idle_in_sync_s
-            metrics |= {TRAINER_WAITED: collect_s / iteration_s, ENGINE_WAITED: waited_s / iteration_s}
-            metrics[ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
-            metrics[CPU_BUSY] = psutil.cpu_percent() / 100
-            if (rate := metrics[TOKENS_PER_S]) is not None:  # tokens are sampled during the whole iteration
-                metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
+            metrics |= {names.TRAINER_WAITED: collect_s / iteration_s, names.ENGINE_WAITED: waited_s / iteration_s}
+            metrics[names.ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
+            metrics[names.CPU_BUSY] = psutil.cpu_percent() / 100
+            if (rate := metrics[names.TOKENS_PER_S]) is not None:  # tokens are sampled during the whole iteration
+                metrics[names.TOKENS_PER_S] = rate * collect_s / iteration_s
         try:
             if self._validations is not None and not interrupted:
                 metrics.update(await self._validations.after_iteration(iteration))
         finally:  # report the iteration even if validation fails
             if not self.settings.max_staleness:
                 iteration_s = time.monotonic() - began
-            metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
+            metrics |= {"perf/collect_s": collect_s, "iteration": iteration, names.ITERATION_S: iteration_s}
             metrics |= self.tasks.sampling_metrics()
-            metrics[WEIGHTS_VERSION] = self._state.version
+            metrics[names.WEIGHTS_VERSION] = self._state.version
             self._state = replace(self._state, iteration=iteration)
-            self._reward_means.append(metrics[REWARD_MEAN])
+            self._reward_means.append(metrics[names.REWARD_MEAN])
             self._last_metrics = metrics
             self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
         if interrupted:
@@ -313,7 +302,7 @@ class OnlineRLLoop:
         await self._publish_weights(str(iteration if version is None else version))
         self._in_step = False
         self._idle_in_sync_s = self._schedule.idle_s - idle_before_s
-        return {**metrics, TRAIN_S: syncing - began, SYNC_S: time.monotonic() - syncing}
+        return {**metrics, names.TRAIN_S: syncing - began, names.SYNC_S: time.monotonic() - syncing}
 
     async def _prepare_validation(self, version: str) -> str | None:
         if self._val_sync_fn is not None:

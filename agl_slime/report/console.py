@@ -16,17 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agl_slime import events
 from agl_slime import metric_names as m
-from agl_slime.events import (
-    Event,
-    IterationFinished,
-    PhaseStarted,
-    RolloutFinished,
-    RunFinished,
-    RunStarted,
-    TrainingProgressed,
-    Warning,
-)
 from agl_slime.report.metrics import Validation, number, validation_of
 from agl_slime.support.terminal import PlainConsole, plain, print_line
 
@@ -45,8 +36,8 @@ class ProgressReporter:
         self._console = self._errors = console or PlainConsole()
         self._lock = threading.Lock()  # the live view draws on another thread
         self._warned: set[str] = set()
-        self._run = RunStarted()
-        self._phase: PhaseStarted | None = None
+        self._run = events.RunStarted()
+        self._phase: events.PhaseStarted | None = None
         self._rollouts = self._tokens = 0  # of the phase
         self._trained_share = 0.0  # of the phase
         self._seconds: deque[float] = deque(maxlen=5)  # of the last iterations
@@ -64,15 +55,15 @@ class ProgressReporter:
         else:
             self._errors = PlainConsole(stderr=True)
 
-    def handle(self, event: Event) -> None:
-        if isinstance(event, Warning):
+    def handle(self, event: events.Event) -> None:
+        if isinstance(event, events.Warning):
             if event.key not in self._warned and len(self._warned) < 100:
                 with self._lock:
                     self._warned.add(event.key)
                     self._latest = plain(event.text)
                 print_line(f"warning: {event.text}", to=self._errors, style="yellow")
             return
-        if isinstance(event, IterationFinished):
+        if isinstance(event, events.IterationFinished):
             with self._lock:
                 if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
                     self._seconds.append(seconds)
@@ -81,13 +72,13 @@ class ProgressReporter:
             print_line(line, to=self._console)
         with self._lock:
             self._update(event)
-        if isinstance(event, RunStarted):
+        if isinstance(event, events.RunStarted):
             if event.output_dir is not None:
                 print_line(f"run {event.output_dir}", to=self._console)
             if self._live is not None:
                 atexit.register(self.close)  # restores the cursor even if the run crashes
                 self._live.start()
-        elif isinstance(event, RunFinished):
+        elif isinstance(event, events.RunFinished):
             self.close()
 
     def close(self) -> None:
@@ -99,14 +90,14 @@ class ProgressReporter:
         with self._lock:
             return Group(self._head(), self._reward_line(), self._figures(), *self._foot())
 
-    def _update(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
+    def _update(self, event: events.Event) -> None:
+        if isinstance(event, events.RunStarted):
             self._run = event
-        elif isinstance(event, PhaseStarted):
+        elif isinstance(event, events.PhaseStarted):
             self._phase, self._rollouts, self._tokens, self._trained_share = event, 0, 0, 0.0
-        elif isinstance(event, TrainingProgressed):
+        elif isinstance(event, events.TrainingProgressed):
             self._trained_share = event.share
-        elif isinstance(event, RolloutFinished):
+        elif isinstance(event, events.RolloutFinished):
             self._rollouts += 1
             self._tokens += event.tokens
             if event.mode == "train" and event.outcome == "failed":
@@ -114,7 +105,7 @@ class ProgressReporter:
             elif event.mode == "train" and event.reward is not None:
                 self._reward_sum += event.reward
                 self._reward_count += 1
-        elif isinstance(event, IterationFinished):
+        elif isinstance(event, events.IterationFinished):
             if (reward := number(event.metrics, m.REWARD_MEAN)) is not None:
                 self._rewards.append(reward)
                 self._best = reward if self._best is None else max(self._best, reward)
@@ -198,7 +189,7 @@ def supports_live_view(console: Console) -> bool:
 
 
 def iteration_line(
-    event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], remaining_s: float | None = None
+    event: events.IterationFinished, total: int | None, reasons: Mapping[str, int], remaining_s: float | None = None
 ) -> str:
     """The line of one iteration. Parts without a metric are left out; time left is shown from a minute on."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
@@ -209,7 +200,7 @@ def iteration_line(
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     texts = (
-        f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
+        f"iter {event.iteration}" + (f"/{total}" if total else ""),
         f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.format(2)})"),
         "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
         "" if loss is None else f"loss {loss:{loss_format}}",

@@ -19,18 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from agl_slime import events
 from agl_slime.data.credit import mask_of, runs_of
 from agl_slime.data.results import reward_of, rollout_of
 from agl_slime.errors import TraceError
-from agl_slime.events import (
-    BatchTrained,
-    Event,
-    GroupsCollected,
-    GroupsRestored,
-    IterationFinished,
-    RunFinished,
-    RunStarted,
-)
 from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 
@@ -89,23 +81,23 @@ class RolloutWriter:
         self._group_of: dict[str, _Group] = {}
         self._last_iteration = 0
 
-    def handle(self, event: Event) -> None:
-        if isinstance(event, GroupsCollected):
+    def handle(self, event: events.Event) -> None:
+        if isinstance(event, events.GroupsCollected):
             self._warn_of_alarms(self._collected(event.iteration, event.groups))
-        elif isinstance(event, RunStarted):
+        elif isinstance(event, events.RunStarted):
             self._last_iteration = event.iteration
             if self._groups_file.path.exists():  # the run is resumed
                 self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
-        elif isinstance(event, GroupsRestored):
+        elif isinstance(event, events.GroupsRestored):
             written = self._written_until(event.iteration)
             unwritten = [group for group in event.groups if written.isdisjoint(_ids(group))]
             self._collected(event.iteration, unwritten, restored=True)
-        elif isinstance(event, BatchTrained):
+        elif isinstance(event, events.BatchTrained):
             self._trained(event)
-        elif isinstance(event, IterationFinished):
+        elif isinstance(event, events.IterationFinished):
             self._last_iteration = event.iteration
             self._write(event.iteration, [group for group in self._pending.values() if self._has_outcome(group)])
-        elif isinstance(event, RunFinished) and self._pending:  # of an unfinished iteration
+        elif isinstance(event, events.RunFinished) and self._pending:  # of an unfinished iteration
             self._write(self._last_iteration + 1, list(self._pending.values()))
 
     def close(self) -> None:
@@ -139,7 +131,7 @@ class RolloutWriter:
             self._group_of.update(dict.fromkeys(ids, group))
         return lines
 
-    def _trained(self, event: BatchTrained) -> None:
+    def _trained(self, event: events.BatchTrained) -> None:
         for number, sample in enumerate(event.samples):
             rollout_id = str(rollout_of(sample))
             if (group := self._group_of.get(rollout_id)) is not None:

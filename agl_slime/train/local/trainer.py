@@ -28,17 +28,10 @@ from agl_slime.loop.trainer import TokenScores
 from agl_slime.support.files import verify_checksums, whole_directory, write_checksums
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
+from agl_slime.train.local import lora
 from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.train.local.functions import user_function, user_metrics
 from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
-from agl_slime.train.local.lora import (
-    adapter_weights,
-    add_adapters,
-    base_checksum,
-    merged_weights,
-    save_adapter,
-    without_adapters,
-)
 from agl_slime.train.local.loss import (
     Objective,
     Reference,
@@ -132,7 +125,7 @@ class LocalTrainer:
             full = not self.settings.lora_rank
             self._start_model = copy.deepcopy(self.model).requires_grad_(False) if full else self.model
         if self.settings.lora_rank:
-            add_adapters(self.model, self.settings, seed=seed)
+            lora.add_adapters(self.model, self.settings, seed=seed)
         if self.settings.gradient_checkpointing:
             checkpoint_layers(self.model)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -328,7 +321,7 @@ class LocalTrainer:
         if (reference := self.reference) is not None:
             objective.reference = replace(reference, log_probs=reference.log_probs.to(self._device))
         if self._start_model is not None:
-            with without_adapters(self.model) if self.settings.lora_rank else nullcontext():
+            with lora.without_adapters(self.model) if self.settings.lora_rank else nullcontext():
                 start = self._score(self._start_model, everything, batch.n_tokens).log_probs
             objective.reference = Reference(log_probs=start, coef=self.settings.kl_coef)
         return objective
@@ -483,8 +476,8 @@ class LocalTrainer:
         of all."""
         state = {"format": _STATE_FORMAT, "optimizer": self._optimizer.state_dict()["state"]}
         if self.settings.lora_rank:
-            adapters = {name: tensor.detach() for name, tensor in adapter_weights(self.model).items()}
-            state |= {"adapters": adapters, "base": base_checksum(self.model)}
+            adapters = {name: tensor.detach() for name, tensor in lora.adapter_weights(self.model).items()}
+            state |= {"adapters": adapters, "base": lora.base_checksum(self.model)}
         counters = {"iteration": self.iteration, "steps": self.steps, "seed": self._seed}
         self._write(directory, state=state | counters)
 
@@ -493,11 +486,11 @@ class LocalTrainer:
     ) -> None:
         try:
             with whole_directory(directory, durable=state is not None) as fresh:
-                merged = merged_weights(self.model) if self.settings.lora_rank else None
+                merged = lora.merged_weights(self.model) if self.settings.lora_rank else None
                 save_model(self.model, fresh, source=self._source, weights=merged, dtype=getattr(torch, dtype))
                 if state is not None:
                     if merged is not None:
-                        save_adapter(self.model, fresh / "adapter", base=self._source)
+                        lora.save_adapter(self.model, fresh / "adapter", base=self._source)
                     with (fresh / _STATE_FILE).open("wb") as file:  # given a path, torch hides the cause of an error
                         torch.save(state, file)
                     write_checksums(fresh)
@@ -529,8 +522,8 @@ class LocalTrainer:
             which, fix = ("with", "set the same") if not with_adapters else ("without", "leave it out")
             raise TrainerError(f"the state in {directory} was trained {which} lora_rank; {fix}.")
         if with_adapters:
-            current, saved = adapter_weights(self.model), state["adapters"]
-            if state["base"] != base_checksum(self.model):
+            current, saved = lora.adapter_weights(self.model), state["adapters"]
+            if state["base"] != lora.base_checksum(self.model):
                 raise TrainerError(f"the adapters in {directory} belong to other weights than {self._source} has.")
         else:
             current = self.model.state_dict()
