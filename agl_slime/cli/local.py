@@ -27,14 +27,7 @@ from agl_slime.cli.models import check_tokenizer
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, find_start, load_inputs, run_directory, set_aside, uses_raw_prompts
 from agl_slime.cli.weights import WeightPublisher, weights_directory
-from agl_slime.cli.wiring import (
-    RunInputs,
-    make_loop,
-    model_for_agents,
-    reporting,
-    sampling_parameters,
-    teacher_warning,
-)
+from agl_slime.cli.wiring import RunInputs, make_loop, model_for_agents, reporting, sampling_parameters, teacher_warning
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
 from agl_slime.data.policy import zero_variance
 from agl_slime.data.source import DataSourceSettings, GroupSource
@@ -47,7 +40,6 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.scoring import ScoringClient
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
-from agl_slime.events import BatchTrained
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
@@ -393,7 +385,7 @@ class LocalSteps:
         scores, samples = self.trainer.scores, list(flat_samples(groups))
         assert scores is not None  # of the step that has just ended
         figures = {"log_probs": scores.log_probs, "advantages": scores.advantages}
-        self.reports.handle(BatchTrained(iteration=iteration, samples=samples, **figures))
+        self.reports.handle(events.BatchTrained(iteration=iteration, samples=samples, **figures))
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
         return metrics if self.observer is None else metrics | self.observer.finish(observed)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from agl_slime import metric_names as m
 from agl_slime.events import Event, IterationFinished
-from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report.files import IterationFile, iter_jsonl, jsonable
 
 _NO_TENSORBOARD = 'TensorBoard is not installed; pip install "agl-slime[report]" writes its event files as well.'
@@ -81,7 +80,7 @@ class MetricsWriter:
         if not isinstance(event, IterationFinished):
             return
         metrics = {key: value for key, value in event.metrics.items() if key != "iteration"}
-        record = {**dict.fromkeys(REQUIRED_KEYS), **jsonable(metrics)}
+        record = {**dict.fromkeys(m.REQUIRED_KEYS), **jsonable(metrics)}
         self._file.append(event.iteration, [record])
         for key, value in metrics.items():
             if record[key] is None and value is not None:
