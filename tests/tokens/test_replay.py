@@ -34,7 +34,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.turn import Trajectory, Turn
 from agl_slime.train.slime.args import PluginSettings
-from agl_slime.train.slime.replay import check_replayed, in_slimes_form
+from agl_slime.train.slime.replay import check_recorded, in_slimes_form
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.harness.datasource import QUICK, Listener
 from tests.harness.examples import examples
@@ -168,10 +168,10 @@ def test_slime_gets_int32_tensors_and_no_group_without_experts() -> None:
     (sample,) = in_slimes_form(group)
     assert sample.rollout_routed_experts.dtype == sample.rollout_top_p_token_ids.dtype == torch.int32
     args = Namespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3)
-    check_replayed(args, group)
+    check_recorded(args, group)
     group[0].rollout_routed_experts = None
     with pytest.raises(DataSourceError, match="rollout a has no rollout_routed_experts"):
-        check_replayed(args, group)
+        check_recorded(args, group)
 
 
 def test_slimes_flags_become_engine_parameters() -> None:

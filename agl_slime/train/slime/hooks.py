@@ -15,7 +15,7 @@ from agl_slime.data import normalize
 from agl_slime.data.credit import TokenRewards, token_rewards
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.slime import find
-from agl_slime.train.slime.replay import check_replayed
+from agl_slime.train.slime.replay import check_recorded
 from agl_slime.train.slime.versions import filter_output
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, staleness_of
 
@@ -106,8 +106,7 @@ def _collect_groups(
                 if _first(group).status == Sample.Status.PENDING:
                     fix = "set agl_store_url or agl_agent, or use slime's default rollout function"
                     raise DataSourceError(f"the data source returned unsampled placeholders: {fix}")
-                _check_log_probs(args, group)
-                check_replayed(args, group)
+                check_recorded(args, group)
                 all_groups.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):
@@ -123,18 +122,6 @@ def _collect_groups(
             data_source.add_samples(batch)
         raise
     return batch, all_groups, dropped
-
-
-def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
-    """Raise ``DataSourceError`` for a sample without log-probs that slime's flags need: slime decides by the first
-    sample of a batch."""
-    flag = next((name for name in ("use_tis", "use_rollout_logprobs") if getattr(args, name, False)), None)
-    without = [sample for sample in flat_samples(group) if sample.rollout_log_probs is None]
-    if flag is not None and without:
-        rollout_id = (without[0].metadata or {}).get("agl_rollout_id")
-        fix = "have the agent call the engine through agl-slime, or leave the flag out"
-        problem = f"rollout {rollout_id} has no log-probs of the engine"
-        raise DataSourceError(f"{problem}, which --{flag.replace('_', '-')} needs: {fix}")
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:

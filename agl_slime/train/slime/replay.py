@@ -54,15 +54,21 @@ def _tensor(values: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(values.astype(np.int32))
 
 
-def check_replayed(args: Any, group: Sequence[Sample]) -> None:
-    """Raise ``DataSourceError`` for a sample without the replay data that slime's flags need: slime takes them from all
-    samples or from none."""
-    fields = {"routed_experts": ("--use-rollout-routing-replay", "rollout_routed_experts")}
-    fields["nucleus"] = ("--rollout-top-p", "rollout_top_p_token_ids")
-    for setting in replay_sampling(args):
-        flag, name = fields[setting]
+def check_recorded(args: Any, group: Sequence[Sample]) -> None:
+    """Raise ``DataSourceError`` for a sample without the engine's data that slime's flags need: slime takes replay data
+    from all samples or from none, and decides on log-probs by the first sample of a batch."""
+    needed = [
+        ("rollout_log_probs", "log-probs of the engine", f"--{name.replace('_', '-')}", "or leave the flag out")
+        for name in ("use_tis", "use_rollout_logprobs")
+        if getattr(args, name, False)
+    ]
+    fields = {"routed_experts": ("rollout_routed_experts", "--use-rollout-routing-replay")}
+    fields["nucleus"] = ("rollout_top_p_token_ids", "--rollout-top-p")
+    for name, flag in (fields[setting] for setting in replay_sampling(args)):
+        needed.append((name, name, flag, "with the run's sampling parameters"))
+    for name, words, flag, fix in needed:
         for sample in flat_samples(group):
             if getattr(sample, name, None) is None:
                 rollout_id = (sample.metadata or {}).get("agl_rollout_id")
-                fix = "have the agent call the engine through agl-slime, with the run's sampling parameters"
-                raise DataSourceError(f"rollout {rollout_id} has no {name}, which {flag} needs: {fix}")
+                fix = f"have the agent call the engine through agl-slime, {fix}"
+                raise DataSourceError(f"rollout {rollout_id} has no {words}, which {flag} needs: {fix}")
