@@ -41,8 +41,7 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 
 
 class EngineAccess:
-    """Clients by endpoint and templates by tools, made at their first use. A copy in another process opens its own
-    connections."""
+    """Clients by endpoint, templates by tools, made at first use. A copy in another process has its own connections."""
 
     def __init__(self, *, tokenizer: ChatTokenizer | None = None, settings: ClientSettings | None = None) -> None:
         self._tokenizer = tokenizer

@@ -29,7 +29,6 @@ from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped, write_span
 from agl_slime.agent.tools import ToolError, ToolManager, check_tools
 from agl_slime.agent.turns import run_turns
-from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.errors import ConfigError
@@ -101,16 +100,13 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         def is_instance(kind: type) -> Callable[[Any], bool]:
             return lambda value: isinstance(value, kind)
 
+        checked_by_type = "tools_in_prompt stop_on_tool_error keep_stop_token template_kwargs tools reward_functions"
         check_ranges(
             self,
             ("max_turns max_trajectory_tokens max_tool_result_chars", lambda value: value >= 1, "at least 1"),
             ("tool_timeout_s", lambda value: value > 0, "above 0 seconds"),
             ("image_settings", is_instance(ImageSettings), "ImageSettings"),
-            (
-                "tools_in_prompt stop_on_tool_error keep_stop_token template_kwargs tools reward_functions",
-                lambda _: True,
-                "",
-            ),
+            (checked_by_type, lambda _: True, ""),
             (
                 "scheduler",
                 lambda value: isinstance(value, str) or callable(getattr(value, "run", None)),
@@ -144,10 +140,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
         """Chat messages for a task, or a string: a user message, or the raw prompt of a model without chat template.
-        The default takes ``task["messages"]`` or ``task["prompt"]``, without a final assistant message (the dataset's
-        answer)."""
+        The default takes ``task["messages"]`` or ``task["prompt"]``, without an assistant's (the dataset's) answer."""
         prompt = task.get("messages", task.get("prompt"))
-        if isinstance(prompt, list) and len(prompt) > 1 and _is_answer(prompt[-1]):
+        last = prompt[-1] if isinstance(prompt, list) and len(prompt) > 1 else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
             _log_dropped_answer()
             return prompt[:-1]
         if prompt and isinstance(prompt, (str, list)):
@@ -166,8 +162,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_errors=errors)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
-        """The reward of the whole rollout. The default calls ``reward_functions``, or without any ``compute_reward`` on
-        the last answer."""
+        """The reward of the rollout: by ``reward_functions``, else by ``compute_reward`` of the last answer."""
         if self.reward_functions:
             if self._functions is None:
                 self._functions = await run_user_code(make_functions, self.reward_functions)
@@ -175,8 +170,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return await call_user_code(self.compute_reward, task, trajectory.response)
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
-        """One rollout: the conversation, then the reward, each written as spans. Raises every error but
-        ``RolloutStopped``."""
+        """One rollout: conversation and reward, written as spans. Raises every error but ``RolloutStopped``."""
         tools = ToolManager(timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
         try:
             session = await self._open_session(task, resources, rollout, tools)
@@ -213,9 +207,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         reward = await call_user_code(self.score, task, trajectory)
         emit_named(reward, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
         for role, reward in stats.rewards.items():
-            emit_named(
-                reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role})
-            )
+            link = make_link_attributes({names.ROLE: role})
+            emit_named(reward, source=f"the reward of role {role!r}", attributes=link)
 
     async def aclose(self) -> None:
         """Close the connections. The runner calls it on its event loop when it ends."""
@@ -258,7 +251,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
             complete = functools.partial(api.complete, tools=schemas)
             return ChatSession(complete=complete, write=write_span, parser=parser, **common)
-        client = self._client or self._client_for(llm, tokenizer)
+        client = self._client or self._access.client(llm, tokenizer)
         parser = None
         if offered:
             parser = get_tool_parser(self.tool_parser or parser_for(tokenizer, self.template_kwargs))
@@ -284,9 +277,6 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             scheduler.tokenizer = session.tokenizer
         return scheduler
 
-    def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
-        return self._access.client(llm, tokenizer)
-
 
 def _schemas_of(task: Any) -> list[Any] | None:
     """Tools that a task declares by ``tools`` in OpenAI's form, for an agent that has none of its own: their calls are
@@ -295,10 +285,6 @@ def _schemas_of(task: Any) -> list[Any] | None:
     if not isinstance(declared, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in declared):
         return None
     return declared or None
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 @functools.cache

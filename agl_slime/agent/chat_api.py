@@ -19,8 +19,7 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatApi:
-    """``model`` at an OpenAI-compatible ``url``, written as in ``OPENAI_BASE_URL``; ``/v1`` is added to a URL without
-    path."""
+    """``model`` at an OpenAI-compatible ``url``, as in ``OPENAI_BASE_URL``; ``/v1`` is added to a URL without path."""
 
     url: str
     model: str
@@ -65,6 +64,5 @@ class ChatApi:
         address = urlsplit(self.url)
         if address.scheme not in ("http", "https") or not address.hostname:
             raise ConfigError(f"the address must look like https://host/v1, got {shown_url(self.url)!r}")
-        return HttpTransport(
-            base_url=f"{address.scheme}://{address.netloc}", settings=ClientSettings(api_key=self.api_key or None)
-        )
+        settings = ClientSettings(api_key=self.api_key or None)
+        return HttpTransport(base_url=f"{address.scheme}://{address.netloc}", settings=settings)

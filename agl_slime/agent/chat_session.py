@@ -11,25 +11,22 @@ from typing import Any
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.session import Answer, Session, SpanWriter
 from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
-from agl_slime.errors import ContextOverflowError, EngineProtocolError
+from agl_slime.errors import EngineProtocolError
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 from agl_slime.tokens.codec import token_array
 from agl_slime.tokens.formats import read_object
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.turn import Turn
 
-Complete = Callable[..., Awaitable[Mapping[str, Any]]]
-"""``complete(messages, sampling=...)``: OpenAI's chat completion as JSON."""
-
 _NO_IDS = token_array((), name="ids")
 
 
 @dataclass(kw_only=True, eq=False)
 class ChatSession(Session):
-    """A conversation as messages alone; ``complete`` gives the answers. With ``write`` each turn is written as a span
-    without token ids."""
+    """A conversation as messages alone. ``complete(messages, sampling=...)`` returns OpenAI's chat completion as JSON;
+    with ``write`` each turn is written as a span without token ids."""
 
-    complete: Complete
+    complete: Callable[..., Awaitable[Mapping[str, Any]]]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     write: SpanWriter | None = None
     tokenizer: Any = None  # schedulers read it
@@ -39,39 +36,21 @@ class ChatSession(Session):
         self._encoder = TurnEncoder()
 
     async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None, **_: Any) -> Answer:
-        """Append ``messages``, let the model answer, append the answer. Other arguments of ``RolloutSession.ask``
-        concern tokens and are ignored."""
-        self.add(*messages)
-        if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
-            raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
-        history, started = copy.deepcopy(self.messages), time.time()
-        self.stats.asking += 1
-        try:
+        """As ``RolloutSession.ask``, whose other arguments concern tokens and are ignored."""
+        with self._one_more_turn(messages):
+            history, started = copy.deepcopy(self.messages), time.time()
             completion = await self.complete(history, sampling=sampling or self.sampling)
-        except ContextOverflowError as error:
-            if not self.turns:
-                raise
-            raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
-        finally:
-            self.stats.asking -= 1
         content, calls, finish = _choice(completion)
         for number, call in enumerate(calls):  # some servers leave the id out, and a tool result refers to it
             call |= {"id": call.get("id") or f"call_{len(self.turns) + 1}_{number}", "type": "function"}
         self.add({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
         self.stats.stop_reason = StopReason(finish)
-        latency_s = time.time() - started
-        turn = Turn(
-            prompt_ids=_NO_IDS,
-            response_ids=_NO_IDS,
-            text=content,
-            messages=history,
-            finish_reason=finish,
-            latency_s=latency_s,
-        )
+        answer: Any = {"text": content, "finish_reason": finish, "latency_s": time.time() - started}
+        turn = Turn(prompt_ids=_NO_IDS, response_ids=_NO_IDS, messages=history, **answer)
         self.turns.append(turn)
         if self.write is not None:
             self.write(self._encoder.encode(turn), started)
-        generation = Generation(output_ids=(), log_probs=(), text=content, finish_reason=finish)
+        generation = Generation(output_ids=(), log_probs=(), **answer)
         return Answer(content, finish, generation, _parsed(content, calls) if calls or self.parser is None else None)
 
     def branch(self, messages: Sequence[Mapping[str, Any]], *, template: Any = None, role: str = "") -> ChatSession:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from operator import methodcaller
 from typing import Any
 
 import aiohttp
 from yarl import URL
 
-from agl_slime.engine.client.generation import ImageInput
 from agl_slime.errors import PromptError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import Image, ImageSettings, from_pil, images_in, read_image, read_uri
@@ -17,7 +15,6 @@ from agl_slime.tokens.images import Image, ImageSettings, from_pil, images_in, r
 _KINDS = ("image_url", "input_image", "image")  # no sets: clients send lists and objects, too
 _FETCH_TIMEOUT_S = 20.0
 _SHOWS = ("user", "tool")
-_CONTENT = methodcaller("get", "content")
 Images = MutableMapping[str, Image]
 
 
@@ -42,10 +39,8 @@ def _is_picture(value: Any) -> bool:
 async def mark_images(message: Mapping[str, Any], images: Images, settings: ImageSettings) -> dict[str, Any]:
     """``message`` with its content parts joined to one text, in which marks stand for the images; the images are added
     to ``images``. Raises ``PromptError`` for an image that is not allowed."""
-    if message.get("role") not in _SHOWS:
-        raise PromptError(
-            f"a message of role {message.get('role')!r:.40} shows an image: users' and tools' messages may"
-        )
+    if (role := message.get("role")) not in _SHOWS:
+        raise PromptError(f"a message of role {role!r:.40} shows an image: users' and tools' messages may")
     texts = []
     for part in message["content"]:
         if is_image(part):
@@ -109,7 +104,7 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
 
 async def take_images(messages: list[dict[str, Any]], images: Images, settings: ImageSettings) -> tuple[Image, ...]:
     """The images of ``messages``, in order. Messages with content parts are replaced by ``mark_images``."""
-    contents = [*map(_CONTENT, messages)]
+    contents = [message.get("content") for message in messages]
     for index, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
         if isinstance(content, list) and any(map(is_image, content)):
             messages[index] = await mark_images(messages[index], images, settings)
@@ -128,15 +123,7 @@ async def prepare(tokenizer: Any, images: Sequence[Image]) -> None:
     await run_in_thread(tokenizer.prepare, images)
 
 
-async def engine_input(
-    tokenizer: Any, prompt_ids: Sequence[int], images: Sequence[Image]
-) -> tuple[ImageInput, list[int]]:
-    """The engine's image input for a prompt with ``images``, and the token position at which each begins."""
-    return await run_in_thread(tokenizer.engine_input, prompt_ids, images)
-
-
 def trim_at_changed_image(shared: int, starts: Sequence[int], images: Sequence[Image], earlier: Sequence[Image]) -> int:
-    """The number of the first ``shared`` tokens that an earlier turn really shares: images of one size have equal
-    tokens, so the shared prefix ends at the first image that differs. ``earlier`` are that turn's images; ``images``
-    begin at ``starts``."""
+    """How many of the first ``shared`` tokens an earlier turn with images ``earlier`` really shares: images of one size
+    have equal tokens, so the shared prefix ends at the first image that differs. ``images`` begin at ``starts``."""
     return min((place for place, new, old in zip(starts, images, earlier) if new != old), default=shared)  # noqa: B905

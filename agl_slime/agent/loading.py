@@ -57,10 +57,7 @@ def load_agent(path: str) -> Any:
     instance of that class, the agent object of that name (as ``@agl.rollout`` makes), or a function ``(task, llm)``,
     also a ``functools.partial`` or an object with ``__call__``, as such an object. Objects and functions take
     ``make_task`` and ``demonstrations`` from their module. Modules are searched in the working directory too, as with
-    ``python -m``.
-
-    Raises ``ConfigError`` with one sentence, whatever error the module or class raises.
-    """
+    ``python -m``. Raises ``ConfigError`` with one sentence, whatever error the module or class raises."""
     source, name = split_agent(only_agent(path))
 
     def unusable(problem: str) -> ConfigError:
@@ -171,8 +168,7 @@ def agent_module(path: str) -> ModuleType:
 
 
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
-    """Execute the named files, once each; they register schedulers, tool parsers and loss masks. Raises ``ConfigError``
-    when a file is missing or fails."""
+    """Execute these files, once each, to register plug-ins. Raises ``ConfigError`` when one is missing or fails."""
     modules = []
     for path in paths:
         if Path(path).suffix != ".py" or not Path(path).expanduser().is_file():
@@ -206,10 +202,8 @@ def configure_agent(
         if type(agent).run is not SGLangLitAgent.run:
             raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} overrides run, which calls the scheduler")
         if scheduler not in schedulers:
-            registered = ", ".join(sorted(schedulers)) or "none"
-            raise ConfigError(
-                f"--multi-turn-scheduler {scheduler}: there are {registered}; name its --external-plugins"
-            )
+            names = ", ".join(sorted(schedulers)) or "none"
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: there are {names}; name its --external-plugins")
         agent.scheduler = schedulers[scheduler](max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns

@@ -61,7 +61,7 @@ def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
     return tuple(left_out)
 
 
-_PROMPT_COLUMNS = frozenset({"messages", "prompt"})
+PROMPT_COLUMNS = frozenset({"messages", "prompt"})
 _COLUMNS = ("messages", "is_truncated", "rollout_infos")  # beside the task's
 
 
@@ -109,7 +109,7 @@ async def reward_of(functions: Mapping[str, Any], task: Mapping[str, Any], traje
     """The value of a single function; with several their sum as ``reward``, and each under its name.
 
     Raises ``RewardError`` for a function that returned no list of one entry, and any error of the functions."""
-    columns = {name: [value] for name, value in task.items() if name not in _PROMPT_COLUMNS}
+    columns = {name: [value] for name, value in task.items() if name not in PROMPT_COLUMNS}
     infos = dict(trajectory.metadata.get("rollout_infos") or {})
     columns |= zip(_COLUMNS, ([[*map(dict, trajectory.messages)]], [trajectory.truncated], [infos]), strict=True)
     rewards: dict[str, Any] = {}

@@ -103,14 +103,11 @@ class PartialRollouts:
         if isinstance(event, events.GroupsCollected):
             done = {group.instance_id for group in event.groups}
             with self._changed:
-                self._rollouts = {
-                    name: rollout for name, rollout in self._rollouts.items() if rollout.instance_id not in done
-                }
+                self._rollouts = {name: each for name, each in self._rollouts.items() if each.instance_id not in done}
                 self._saved = {name: rows for name, rows in self._saved.items() if name not in done}
 
     def save(self, path: Path, *, base_url: str) -> None:
-        """Write all sampled tokens. Running requests at the engine ``base_url`` are aborted for their partial answers
-        and then continue."""
+        """Write all sampled tokens. Running requests are aborted for their partial answers, then go on."""
         with self._changed:
             running = [call for rollout in self._rollouts.values() for call in rollout.calls if call.running]
             for call in running:
@@ -152,7 +149,10 @@ class PartialRollouts:
             for line in path.read_text().splitlines() if path.exists() else ():
                 row = json.loads(line)
                 calls = [_Call(call["key"], _generation_from_json(call)) for call in row["calls"]]
-                if admitted is None or row["instance_id"] in admitted or _weight_versions(calls) <= {version}:
+                versions = {
+                    span.version for call in calls if call.generation for span in call.generation.weight_versions
+                }
+                if admitted is None or row["instance_id"] in admitted or versions <= {version}:
                     rollout = _Rollout(row["instance_id"], row.get("seed", ""), saved_calls=calls)
                     saved[rollout.instance_id].append(rollout)
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
@@ -184,18 +184,11 @@ class PartialRollouts:
             self._changed.notify_all()
 
 
-def _weight_versions(calls: Sequence[_Call]) -> set[str]:
-    return {span.version for call in calls if call.generation for span in call.generation.weight_versions}
-
-
 class _KeepingClient:
-    """An ``SGLangClient`` whose ``generate`` records the calls of one rollout and reuses saved ones."""
+    """``SGLangClient.generate`` that records the calls of one rollout and reuses saved ones."""
 
     def __init__(self, owner: PartialRollouts, client: SGLangClient, rollout: _Rollout) -> None:
         self._owner, self._client, self._rollout = owner, client, rollout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Generation:
         if options.get("top_log_probs"):  # a checkpoint does not have them
@@ -228,14 +221,13 @@ def _key(input_ids: Sequence[int], sampling: SamplingParams, options: Mapping[st
 
 
 def _generation_to_json(generation: Generation) -> dict[str, Any]:
+    experts, nucleus = generation.experts, generation.nucleus
     return {name: getattr(generation, name) for name in _PLAIN} | {
         "output_ids": pack_array(token_array(generation.output_ids)),
         "log_probs": pack_array(log_prob_array(generation.log_probs)),
         "weight_versions": [[span.version, span.start, span.end] for span in generation.weight_versions],
-        "experts": None if (experts := generation.experts) is None else [experts.start, array_to_json(experts.rows)],
-        "nucleus": None
-        if (nucleus := generation.nucleus) is None
-        else [array_to_json(nucleus.ids), array_to_json(nucleus.offsets)],
+        "experts": None if experts is None else [experts.start, array_to_json(experts.rows)],
+        "nucleus": None if nucleus is None else [array_to_json(nucleus.ids), array_to_json(nucleus.offsets)],
     }
 
 

@@ -10,16 +10,14 @@ One scheduler object serves all concurrent rollouts of an agent: keep the state 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
-S = TypeVar("S", bound=Callable[..., Any])
 
 
 class StopReason(StrEnum):
@@ -35,8 +33,7 @@ class StopReason(StrEnum):
 
 @dataclass
 class ChatMessage:
-    """One answer. ``content`` is the model's text, calls included; ``tool_calls`` are the calls parsed from it, in
-    OpenAI's form."""
+    """One answer: ``content`` is the model's text with its calls, ``tool_calls`` are these calls in OpenAI's form."""
 
     role: str
     content: str
@@ -46,9 +43,8 @@ class ChatMessage:
 @dataclass
 class RolloutInferRequest:
     """The request for the next answer: ``messages``, the last answer included; ``images``, ``audios``, ``videos`` and
-    ``objects`` of the task, for the scheduler only; ``data_dict``, the task's other columns, in which a scheduler may
-    keep state; ``uuid``, the rollout's id. ``check_finished`` sets ``stop_reason`` when something other than the model
-    ended the rollout."""
+    ``objects`` of the task, for the scheduler only; ``data_dict``, the task's other columns, where a scheduler may keep
+    state; ``uuid``, the rollout's id. ``check_finished`` sets ``stop_reason`` when not the model ended the rollout."""
 
     messages: Messages
     images: list[Any] = field(default_factory=list)
@@ -109,8 +105,7 @@ class RolloutOutput:
 
 
 class MultiTurnScheduler:
-    """Base class of schedulers: implement ``step``, or ``run``. ``max_turns`` ends a rollout whatever
-    ``check_finished`` returns."""
+    """Base class: implement ``step``, or ``run``. ``max_turns`` ends a rollout whatever ``check_finished`` returns."""
 
     tokenizer: Any = None  # the model's; set when the first rollout begins
     infer_engine: Any = None
@@ -135,8 +130,7 @@ class MultiTurnScheduler:
         raise NotImplementedError(f"{type(self).__name__} must implement step or run, or end rollouts in on_turn_end")
 
     def check_finished(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """Whether the rollout is over (a bool): by default when an answer reached its token limit, or at
-        ``max_turns``."""
+        """Whether the rollout is over: by default when an answer reached its token limit, or at ``max_turns``."""
         if result.finish_reason == "length":
             infer_request.stop_reason = StopReason.LENGTH
             return True
@@ -165,6 +159,5 @@ schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
 multi_turns = schedulers  # ms-swift's name: multi_turns["name"] = MyScheduler
 
 
-def register_scheduler(name: str) -> Callable[[S], S]:
-    """A decorator that registers a scheduler for ``--multi-turn-scheduler name``."""
-    return schedulers.register(name)
+register_scheduler = schedulers.register
+"""A decorator that registers a scheduler for ``--multi-turn-scheduler name``."""

@@ -14,11 +14,12 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agl_slime.agent.images import Images, engine_input, prepare, take_images, trim_at_changed_image
+from agl_slime.agent.images import Images, prepare, take_images, trim_at_changed_image
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.tools import ToolManager, ToolResult
 from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
@@ -156,14 +157,30 @@ class Session(ABC):
     async def ask(self) -> Answer:
         """Let the model answer, append the answer, and set ``stats.stop_reason`` from its finish reason."""
 
+    @contextmanager
+    def _one_more_turn(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Append ``messages`` and count an answer in flight. Raises ``RolloutStopped`` at a limit, and
+        ``ContextOverflowError`` where the task itself does not fit."""
+        self.add(*messages)
+        if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
+            raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
+        self.stats.asking += 1
+        try:
+            yield
+        except ContextOverflowError as error:
+            if not self.turns:
+                raise
+            raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
+        finally:
+            self.stats.asking -= 1
+
     def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
         self.stats.stop_reason = reason
         return RolloutStopped(reason, message)
 
 
 class RolloutSession(Session):
-    """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: ``branch`` opens a session for
-    each concurrent branch.
+    """The conversation of one rollout with one engine. Concurrent ``ask`` calls need a ``branch`` each.
 
     ``tools`` are declared to the model; ``SGLangLitAgent.run`` executes the calls that ``parser`` reads from answers.
     ``max_turns`` limits the answers of the rollout over all branches; ``max_trajectory_tokens`` the tokens of one
@@ -248,43 +265,36 @@ class RolloutSession(Session):
         ``ask`` is cancelled after a part of the answer was ``delivered`` to a reader, that part becomes the answer,
         with the finish reason "abort".
         """
-        self.add(*messages)
-        if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
-            raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
-        context, started, history = self.context, time.time(), list(self.messages)
-        prompt_ids, cut, limited = [], False, sampling or self.sampling
+        cut, limited = False, sampling or self.sampling
+        prompt_ids: Sequence[int] = []
         prompt_images: tuple[Image, ...] = ()
         image_starts: list[int] = []
         filed: FiledReplay | None = None
-        self.stats.asking += 1
-        try:
-            if prompt_images := await take_images(context.messages, self.images, self._image_settings):
-                history = list(self.messages)
-                await prepare(self.tokenizer, prompt_images)
-            prompt_ids = await context.prompt()
-            limited = self._within_limits(limited, len(prompt_ids))
-            if self._seed:
-                limited = limited.seeded(self._seed, *self.stats.count_prompt(prompt_ids))
-            if prompt_images:
-                options["images"], image_starts = await engine_input(self.tokenizer, prompt_ids, prompt_images)
-            if limited.routed_experts is not None:
-                options["experts_start"] = self._experts_start(prompt_ids, prompt_images, image_starts)
-            # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
-            options |= {"routing_key": self.rollout_id or None, **self._limits}
-            generation = await self._client.generate(prompt_ids, limited, **options)
-            if self._encoder is not None and limited.replay_files is not None:
-                filed = await self._file_replay(limited.replay_files, generation)
-        except asyncio.CancelledError:
-            if (progress := delivered()) is None:
-                raise
-            generation = progress.so_far()
-            cut = True
-        except ContextOverflowError as error:
-            if not self.turns:
-                raise  # the task itself does not fit
-            raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
-        finally:
-            self.stats.asking -= 1
+        with self._one_more_turn(messages):
+            context, started, history = self.context, time.time(), list(self.messages)
+            try:
+                if prompt_images := await take_images(context.messages, self.images, self._image_settings):
+                    history = list(self.messages)
+                    await prepare(self.tokenizer, prompt_images)
+                prompt_ids = await context.prompt()
+                limited = self._within_limits(limited, len(prompt_ids))
+                if self._seed:
+                    limited = limited.seeded(self._seed, *self.stats.count_prompt(prompt_ids))
+                if prompt_images:
+                    place_images = self.tokenizer.engine_input
+                    options["images"], image_starts = await run_in_thread(place_images, prompt_ids, prompt_images)
+                if limited.routed_experts is not None:
+                    options["experts_start"] = self._experts_start(prompt_ids, prompt_images, image_starts)
+                # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
+                options |= {"routing_key": self.rollout_id or None, **self._limits}
+                generation = await self._client.generate(prompt_ids, limited, **options)
+                if self._encoder is not None and limited.replay_files is not None:
+                    filed = await self._file_replay(limited.replay_files, generation)
+            except asyncio.CancelledError:
+                if (progress := delivered()) is None:
+                    raise
+                generation = progress.so_far()
+                cut = True
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
@@ -340,8 +350,7 @@ class RolloutSession(Session):
         self.stats.rewards[self.role] = reward
 
     def _experts_start(self, prompt_ids: Sequence[int], images: Sequence[Image], image_starts: Sequence[int]) -> int:
-        """The first position of a prompt whose routed experts the engine has to return: the continued turn has the
-        earlier ones."""
+        """The first position whose routed experts the engine returns: the continued turn has the earlier ones."""
         base = self.turns[self.last_turn or 0] if self.turns else None
         if base is None:
             return 0

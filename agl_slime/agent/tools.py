@@ -44,8 +44,7 @@ _PYTHON_TYPES |= {"number": Union[int, float], "array": list[Any], "object": dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of a call. ``content`` is for the model, a text or parts with images; ``error`` is the kind of
-    failure."""
+    """The result of a call: ``content`` for the model, a text or parts with images; ``error``, the kind of failure."""
 
     call: ToolCall
     content: str | list[Any]
@@ -65,8 +64,7 @@ class _Tool:
 
 
 class ToolManager:
-    """The tools of one rollout. Calls of one answer run concurrently; a failed call is an observation for the model,
-    never an exception.
+    """The tools of one rollout. Calls of an answer run concurrently; a failed one is an observation for the model.
 
     Args:
         tools: Functions, objects with a ``schema``, or classes; see the module's docstring.
@@ -172,8 +170,7 @@ class ToolManager:
 
 
 def check_tools(tools: Iterable[Any]) -> None:
-    """Raise ``ConfigError`` for tools of an agent that no rollout could register. Classes, which have the task of a
-    rollout, are not called."""
+    """Raise ``ConfigError`` for tools that no rollout could register. Classes, which take a task, are not called."""
     manager = ToolManager()
     for tool in tools:
         if not isinstance(tool, type):

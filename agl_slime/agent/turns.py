@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agl_slime.agent.outcome import PROMPT_COLUMNS
 from agl_slime.agent.scheduler import (
     ChatCompletionResponse,
     ChatMessage,
@@ -34,7 +35,6 @@ from agl_slime.tokens.codec import shared_length
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_COLUMNS = frozenset({"messages", "prompt"})
 _END_HOOK_S = 60.0  # time limit of a scheduler's on_trajectory_end
 _SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 _SAMPLING |= {name: name for name in ("stop", "repetition_penalty", "seed")}
@@ -48,18 +48,14 @@ async def run_turns(
     scheduler: MultiTurnScheduler | None = None,
     stop_on_tool_errors: Collection[ToolError] = (),
 ) -> RolloutResponseChoice:
-    """Ask until the rollout is over and return the last answer, with all messages; ``session.stats`` has the stop
-    reason.
-
-    Raises ``RolloutStopped`` when a limit of the session leaves no room for another answer, and the client's typed
-    errors.
-    """
+    """Ask until the rollout is over and return the last answer, with all messages; ``session.stats`` has the reason.
+    Raises ``RolloutStopped`` when a limit leaves no room for another answer, and the client's typed errors."""
     tools = session.tools.schemas if session.tools is not None else None
     request = RolloutInferRequest(messages=session.messages, tools=tools, uuid=session.rollout_id)
     turns = _Turns(session, scheduler, stop_on_tool_errors)
     if scheduler is None:
         return await turns.run(request)
-    columns = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
+    columns = {key: copy.deepcopy(value) for key, value in task.items() if key not in PROMPT_COLUMNS}
     for name in ("images", "audios", "videos"):
         value = columns.pop(name, None)
         setattr(request, name, value if isinstance(value, list) else [] if value is None else [value])
@@ -152,8 +148,7 @@ class _Turns:
                 return result
 
     async def answer_to(self, messages: Messages, **options: Any) -> RolloutResponseChoice:
-        """The answer to ``messages``, in a branch of the conversation with the longest shared prefix, whose tokens it
-        reuses."""
+        """The answer to ``messages``, in a branch of the conversation with the longest shared prefix."""
         leaves = [*self.leaves, _Leaf(self.session, self.session.messages)]
         closest = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
         shared = shared_length(closest.messages, messages)
@@ -222,16 +217,13 @@ class _Turns:
         returned = await call_user_code(scheduler.step, *args)
         following = self._take_infos(returned, "infer_request")
         if not isinstance(following, RolloutInferRequest):
-            name = f"{type(scheduler).__name__}.step"
-            raise TypeError(
-                f"{name} must return a RolloutInferRequest or a dict with infer_request, got {returned!r:.99}"
-            )
+            problem = f"must return a RolloutInferRequest or a dict with infer_request, got {returned!r:.99}"
+            raise TypeError(f"{type(scheduler).__name__}.step {problem}")
         following.uuid = following.uuid or request.uuid
         return following
 
     def _take_infos(self, returned: Any, key: str) -> Any:
-        """The value that a scheduler's method returned, alone or in a dict as ``key``; stores the dict's
-        ``rollout_infos``."""
+        """A value that a scheduler returned, alone or in a dict as ``key``; stores the dict's ``rollout_infos``."""
         if not isinstance(returned, Mapping):
             return returned
         self.session.stats.infos.update(returned.get("rollout_infos") or {})

@@ -21,7 +21,7 @@ TOKENIZER: Any = small_tokenizer()
 
 def client_for(engine: ScriptedEngine | None, model: Path | str) -> Any:
     endpoint = engine.url if engine is not None else "http://127.0.0.1:9"
-    return SGLangLitAgent()._client_for(LLM(endpoint=endpoint, model=str(model)), TOKENIZER)
+    return SGLangLitAgent()._access.client(LLM(endpoint=endpoint, model=str(model)), TOKENIZER)
 
 
 async def test_ids_outside_the_models_vocabulary_are_not_sent(tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ async def test_a_stop_token_of_the_server_ends_answers_but_not_one_of_a_request(
 async def test_an_address_with_v1_or_a_slash_is_understood(suffix: str, tmp_path: Path) -> None:
     async with saying("hello") as engine:
         llm = LLM(endpoint=engine.url + suffix, model=str(tmp_path))
-        async with SGLangLitAgent()._client_for(llm, TOKENIZER) as client:
+        async with SGLangLitAgent()._access.client(llm, TOKENIZER) as client:
             assert (await client.probe()).base_url == engine.url
             assert (await client.generate([1, 2, 3], SamplingParams(max_new_tokens=50))).text == "hello"
