@@ -175,8 +175,7 @@ class GroupAssembler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else, and then
-        nothing has changed."""
+        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError``, unchanged, for anything else."""
         closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state["closed"] or []]
         early = dict.fromkeys(state["early"])
         with self.ledger.batch():

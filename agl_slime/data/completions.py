@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import FINISHED, BridgeStore
@@ -26,12 +26,14 @@ from agl_slime.support.http import is_transient
 from agl_slime.support.threads import LoopThread, run_blocking, run_in_thread
 from agl_slime.tokens.replay import remove_replay
 
+if TYPE_CHECKING:
+    from agl_slime.data.ingestor import RolloutIngestor
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A store that restarts is back within moments; one that is away for this long, as long as its feed is followed, will
-# not come back.
+# A store that restarts is back within moments; one that is away for this long will not come back.
 _PATIENCE_S = 120.0
 _RELEASE_BATCH = 256
 _TICK_S = 1.0
@@ -84,8 +86,7 @@ class CompletionTable:
         return [*dict.fromkeys([*fresh, *missed])]
 
     def read(self, rollout_id: str, *, ended: bool = True) -> None:
-        """Note that the rollout was read. One without an end counts only if the store listed it: then it is gone,
-        and nothing is left to read."""
+        """Note that the rollout was read. One without an end counts only if the store listed it: then it is gone."""
         if ended or rollout_id in self._ends:
             self._ends.setdefault(rollout_id, _Completion()).read = True
             self._release(() if self._hold else (rollout_id,))
@@ -138,26 +139,14 @@ class CompletionTable:
                 self._already_read.add(first)  # perhaps trained on already, and the feed has yet to list it
 
 
-class CompletionListener(Protocol):
-    """Reads the rollouts that a follower reports; called on the follower's loop, ``failed`` also at its end."""
-
-    def in_flight(self) -> list[str] | None: ...
-    def store_restarted(self) -> None: ...
-    def time_passed(self) -> None: ...
-    def failed(self, error: BaseException) -> None: ...
-    async def before_following(self) -> None: ...
-    async def read_if_finished(self, rollout_id: str) -> None: ...
-
-
 class CompletionFollower:
-    """A thread with an event loop that follows the store and passes each completed rollout to its ``listener``.
-
-    The first error on that loop ends it. ``store=None`` has no thread. ``changed`` guards the table."""
+    """A thread with an event loop that follows the store and passes each completed rollout to its ``listener``, which
+    it calls on that loop. The first error there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
 
     def __init__(
         self,
         store: Any,
-        listener: CompletionListener,
+        listener: RolloutIngestor,
         *,
         changed: threading.Condition,
         hold: bool,
@@ -198,8 +187,7 @@ class CompletionFollower:
                 self.thread.start()
 
     def begin(self) -> None:
-        """Start to follow a remote store from the current position, or to scan a plain one. A saved state can be
-        restored before this call only."""
+        """Begin to follow a remote store from its position, or to scan a plain one. States are restored before."""
         self.start()
         self.thread.call(self._begun.set)
 
@@ -287,7 +275,7 @@ class CompletionFollower:
     async def _follow(self) -> None:
         """Follow a remote store's feed from the restored position; the ledger recognises a rollout that comes twice."""
         await self._begun.wait()
-        await self._listener.before_following()
+        await self._listener.producer.before_following()
         await follow_feed(self._store, self.table.position, self.process_page, self._catch_up, patience_s=_PATIENCE_S)
 
     async def _catch_up(self, page: FeedPage) -> Sequence[str]:

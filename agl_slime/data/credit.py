@@ -1,7 +1,6 @@
 """Credit: the advantage of each response token, from the rewards of rollouts, roles and turns.
 
-A rollout stays one Sample, whose ``metadata["reward_spans"]`` (``convert_trajectory``) has its turns' rewards. Three
-rules of credit:
+A rollout stays one Sample, whose ``metadata["reward_spans"]`` (``convert_trajectory``) has its turns' rewards.
 
 ``group``: a token has the advantage of its turn's reward, else of the rollout's. A role is compared with the same role
 of the group, single turns with the group's single turns.

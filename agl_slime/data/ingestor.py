@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 class Producer:
     """Callbacks of a ``GroupSource`` to the component that enqueues its rollouts; this base class ignores all of them.
 
-    ``finalized``, ``delivered``, ``follow_up``, ``store_restarted``, ``state`` and ``restore`` are called under the
-    source's lock."""
+    All but ``time_passed``, ``before_following`` and ``raise_if_dead`` are called under the source's lock."""
 
     source: Any  # set by the ``GroupSource``
 
@@ -164,9 +163,6 @@ class RolloutIngestor:
         """The rollouts to poll the store about; ``None`` when none was announced."""
         ids = self.assembler.ledger.open_ids()
         return ids if ids or self.announced else None
-
-    async def before_following(self) -> None:
-        await self.producer.before_following()
 
     def store_restarted(self) -> None:
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.assembler.ledger.counts().open)

@@ -2,8 +2,7 @@
 
 A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. The ledger is
 an SQLite database, in a file or in memory; every call is one transaction, and its cost does not depend on the length of
-the run. Old closed rollouts are only counted; the ids of the newest ones are kept to recognise late and repeated
-reports.
+the run. Old closed rollouts are only counted; the newest ids are kept to recognise late and repeated reports.
 
 ``checkpoint`` ties the ledger to a checkpoint of the trainer, and ``resume`` undoes the training after it, which a
 resumed trainer has forgotten.
@@ -51,8 +50,7 @@ CREATE TABLE IF NOT EXISTS ledger_checkpoints (step INTEGER PRIMARY KEY, closed_
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Counts of rollouts: always ``opened == open + ready + sum(closed.values())``. ``reasons`` counts closed rollouts
-    by (outcome, reason)."""
+    """Counts of rollouts: ``opened == open + ready + sum(closed.values())``; ``reasons`` are by outcome and reason."""
 
     opened: int
     open: int
@@ -211,10 +209,9 @@ class Ledger:
 
     def finish_instance(self, instance_id: str) -> None:
         """Note that a group of this instance is finished: a resumed run skips the instance once per call."""
+        query = "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)"
         with self._database.transaction() as connection:
-            connection.execute(
-                "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no())
-            )
+            connection.execute(query, (instance_id, self._closed_no()))
 
     def finished_instances(self) -> list[str]:
         """The finished instances, oldest first, each as often as it was finished: slime's ``skip_instance_ids``."""
@@ -247,22 +244,15 @@ class Ledger:
             named = json.dumps(sorted(unreported))
             dropped = "outcome IN ('filtered', 'failed', 'stale') AND instance_id IN (SELECT value FROM json_each(?))"
             condition = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
-            query = (
-                f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {condition} GROUP BY 1, 2, 3"
-            )
-            undone = self._ask(query, *row, named)
-            connection.execute(
-                "UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL"
-                f" WHERE {condition}",
-                (*row, named),
-            )
+            query = "SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts"
+            undone = self._ask(f"{query} WHERE {condition} GROUP BY 1, 2, 3", *row, named)
+            change = "state = 0, outcome = NULL, reason = NULL, closed_no = NULL"
+            connection.execute(f"UPDATE ledger_rollouts SET {change} WHERE {condition}", (*row, named))
             self._add(("open", "", sum(n for *_, n in undone)))
             self._add(*((f"closed:{outcome}", reason, -n) for _, outcome, reason, n in undone))
-            for instance_id in {instance_id for instance_id, *_ in undone if instance_id is not None}:
-                limit = -1 if instance_id in unreported else row[0]
-                connection.execute(
-                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, limit)
-                )
+            instances = {instance_id for instance_id, *_ in undone if instance_id is not None}
+            limits = [(instance_id, -1 if instance_id in unreported else row[0]) for instance_id in instances]
+            connection.executemany("DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", limits)
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             self._read_open()
             unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]

@@ -17,8 +17,7 @@ from agl_slime.data.results import MemberResult
 from agl_slime.support.ranges import check_ranges
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
-"""A function of the successful members of a group that a policy accepted: the reason to drop it, as a metric name;
-``None`` keeps it."""
+"""Of the successful members of an accepted group: the reason to drop it, as a metric name, or ``None`` to keep it."""
 
 
 class GroupAction(StrEnum):
@@ -68,11 +67,8 @@ class GroupPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinimumViableGroup:
-    """At least ``min_ratio`` of the members, and never fewer than ``min_members``, must have succeeded.
-
-    The successful members still give a baseline of the same prompt; 0.7 is the value that slime's rollout buffer
-    documents.
-    """
+    """At least ``min_ratio`` of the members, and never fewer than ``min_members``, must have succeeded: they still give
+    a baseline of the same prompt. 0.7 is the value that slime's rollout buffer documents."""
 
     codes: ClassVar[tuple[str, str]] = ("floor_out_of_reach", "group_incomplete")
     """Reasons of a drop with members in flight, and without."""

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from typing_extensions import Unpack
 
 from agl_slime import errors
 from agl_slime.data.results import MemberResult, Outcome, instance_of
@@ -17,16 +18,14 @@ from agl_slime.store.bridge import FINISHED, WORKER_DIED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread_if
 from agl_slime.tokens.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, USAGE_OUTPUT_TOKENS
-from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.converter import ConversionOptions, convert_rollout
 from agl_slime.tokens.reward import read_reward
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
 from agl_slime.tokens.turn import Trajectory
 
 logger = logging.getLogger(__name__)
 
-_EXCEPTION_MESSAGE = "exception.message"
 _EXCEPTION_TYPE = "exception.type"
-_EXCEPTION_STACKTRACE = "exception.stacktrace"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 # Above this many attribute characters a conversion takes longer than a loop should wait (about 2 ms).
@@ -42,19 +41,17 @@ async def read_rollout(
     run_key: str | None = None,
     convert_validation: bool = False,
     text_only: bool = False,
-    reward_spans: bool = False,
-    replay_files: Path | None = None,
+    **conversion_options: Unpack[ConversionOptions],
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
     exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` the conversation's
-    text without samples; keys, ``reward_spans`` and ``replay_files`` are of ``convert_rollout``."""
+    text without samples; keys and ``conversion_options`` are of ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
     if rollout.status == "cancelled":
-        return _result(
-            rollout, failure="cancelled", failure_message="cancelled in the store", outcome_if_failed=Outcome.CANCELLED
-        )
+        message = "cancelled in the store"
+        return _result(rollout, failure="cancelled", failure_message=message, outcome_if_failed=Outcome.CANCELLED)
     # The latest attempt only: spans of failed attempts stay in the store, and a dead worker may still add some.
     attempt = await store.get_latest_attempt(rollout_id)
     attempt_id = attempt.attempt_id if attempt is not None else "latest"
@@ -80,22 +77,13 @@ async def read_rollout(
 
     if rollout.status == "failed":
         return await failed(*failure_of(spans, attempt))
+    keys: Any = {"reward_key": reward_key, "run_key": run_key}
     try:
-        reward = read_reward(spans, reward_key=reward_key, run_key=run_key)
+        reward = read_reward(spans, **keys)
         conversion = None
         if rollout.mode in (None, "train") or convert_validation:
-            convert = partial(
-                convert_rollout,
-                rollout,
-                spans,
-                tokenizer,
-                reward=reward,
-                reward_key=reward_key,
-                run_key=run_key,
-                attempt_id=attempt_id,
-                reward_spans=reward_spans,
-                replay_files=replay_files,
-            )
+            options: Any = {"reward": reward, "attempt_id": attempt_id, **keys, **conversion_options}
+            convert = partial(convert_rollout, rollout, spans, tokenizer, **options)
             conversion = await run_in_thread_if(heavy, convert)
     except RolloutError as error:
         return await failed(error.reason, str(error))
@@ -151,10 +139,10 @@ def failure_of(spans: Sequence[Span], attempt: Attempt | None) -> tuple[str, str
     for span in reversed(spans):
         reason = span.attributes.get(FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
         if reason:
-            message, place = str(span.attributes.get(_EXCEPTION_MESSAGE, "")), ""
+            message, place = str(span.attributes.get("exception.message", "")), ""
             if reason == span.attributes.get(_EXCEPTION_TYPE) and not hasattr(errors, str(reason)):
                 # an exception of the agent's code: its author needs the place; errors of this package say enough
-                frames = _FRAME.findall(str(span.attributes.get(_EXCEPTION_STACKTRACE, "")))
+                frames = _FRAME.findall(str(span.attributes.get("exception.stacktrace", "")))
                 place = format_place([(file, int(line)) for file, line in frames])
             return str(reason), message + (f" ({place})" if place else "")
     status = attempt.status if attempt is not None else "failed"
@@ -182,13 +170,8 @@ def _failed(rollout: Rollout, reason: str, message: str, **fields: Any) -> Membe
     metadata = dict(rollout.metadata or {})
     if "seed" in metadata:  # with the same one a deterministic engine would fail it again
         metadata["seed"] = f"{metadata['seed']}+"
-    retry = EnqueueRolloutRequest(
-        input=rollout.input,
-        mode=rollout.mode,
-        resources_id=rollout.resources_id,
-        config=rollout.config,
-        metadata=metadata,
-    )
+    kept = {name: getattr(rollout, name) for name in ("input", "mode", "resources_id", "config")}
+    retry = EnqueueRolloutRequest(**kept, metadata=metadata)
     return _result(
         rollout,
         failure=reason,

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,19 +95,19 @@ class GroupSource:
         self.ledger, self.delivery = self.assembler.ledger, self.assembler.delivery
         self.producer = producer or Producer()
         self.producer.source = self
-        read: Callable[..., Awaitable[MemberResult | None]] = partial(
-            read_rollout,
-            self._store,
-            tokenizer=tokenizer,
-            reward_key=reward_key,
-            convert_validation=convert_validation,
-            text_only=text_only,
-            reward_spans=reward_spans,
-            replay_files=replay_files,
-        )
 
         async def read_and_annotate(rollout_id: str) -> MemberResult | None:
-            member = await read(rollout_id, run_key=self.ingestor.run_key)
+            member = await read_rollout(
+                store,
+                rollout_id,
+                tokenizer=tokenizer,
+                reward_key=reward_key,
+                run_key=self.ingestor.run_key,
+                convert_validation=convert_validation,
+                text_only=text_only,
+                reward_spans=reward_spans,
+                replay_files=replay_files,
+            )
             return member if member is None or annotate is None else await annotate(member)
 
         self.ingestor = RolloutIngestor(
@@ -175,8 +174,7 @@ class GroupSource:
 
     def reserve_whole(self, rollout_ids: Sequence[str]) -> None:
         """Wait until all of these groups are ready, then ``reserve`` them: another process, which follows the same
-        store, has seen them ready. Raises ``DataSourceError`` when they are not ready at the deadline of
-        ``get_samples``."""
+        store, has seen them ready. Raises ``DataSourceError`` at the deadline of ``get_samples``."""
         self.follower.begin()
 
         def whole() -> bool:
@@ -297,8 +295,7 @@ class GroupSource:
         self.stop()
 
     def state(self, *, checkpoint: int | None = None) -> dict[str, Any]:
-        """The state from which another data source can resume, for JSON. The ledger notes the step ``checkpoint`` at
-        the same moment."""
+        """The state from which another source resumes, for JSON; with it the ledger notes the step ``checkpoint``."""
         with self.changed:
             state = {**self.assembler.state(), **self.follower.table.state(), **self.producer.state()}
             state["waiting"] = list(dict.fromkeys([*state["waiting"], *self.ingestor.unread]))
@@ -316,8 +313,7 @@ class GroupSource:
             self.follower.table.saved(state["waiting"])
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else, and then
-        nothing has changed."""
+        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError``, unchanged, for anything else."""
         waiting = state.get("waiting") or []
         with self.changed:
             self.assembler.restore(state)

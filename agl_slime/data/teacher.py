@@ -47,23 +47,21 @@ class Teacher:
         """``URL``, ``SOURCE=URL`` or ``SOURCE:WEIGHT=URL``. Raises ``ConfigError``."""
         if text.startswith(("http://", "https://")):
             return cls(checked_url(text))
+        flag = f"--teacher-url {shown_url(text)!r}"
         head, _, url = text.partition("=")
         source, _, weight = head.partition(":")
         try:
             teacher = cls(checked_url(url), source, float(weight or 1))
         except ValueError as error:  # ConfigError is one
-            raise ConfigError(
-                f"--teacher-url {shown_url(text)!r} must be URL, SOURCE=URL or SOURCE:WEIGHT=URL"
-            ) from error
+            raise ConfigError(f"{flag} must be URL, SOURCE=URL or SOURCE:WEIGHT=URL") from error
         if not 0 < teacher.weight < math.inf:
-            raise ConfigError(f"--teacher-url {shown_url(text)!r}: the weight {weight} must be above 0")
+            raise ConfigError(f"{flag}: the weight {weight} must be above 0")
         return teacher
 
 
 class Teachers:
     """Teachers by the ``source_name`` of tasks. The weights of several teachers of one source are normalised to a sum
-    of 1: their log-probs are averaged, which is the reverse KL to each, weighted. Use it as an async context manager,
-    or ``aclose`` it."""
+    of 1: their log-probs are averaged, which is the reverse KL to each, weighted. An async context manager."""
 
     def __init__(self, teachers: Sequence[Teacher], *, settings: ClientSettings | None = None) -> None:
         if not teachers:
@@ -93,17 +91,16 @@ class Teachers:
         texts = await run_in_thread(tokenizer.batch_decode, ids, skip_special_tokens=False)
         ours = vocabulary_digest(texts)
         for client in self._clients:
+            flag = f"--teacher-url {client.shown_url}"
             client.vocab_size = size  # an id beyond it ends some servers
             try:
                 theirs = await client.vocabulary_digest(size)
             except EngineRequestError as error:
                 fix = "give the address of an SGLang server, not of a router"
-                raise ConfigError(
-                    f"--teacher-url {client.shown_url}: its vocabulary is unknown ({error}); {fix}"
-                ) from error
+                raise ConfigError(f"{flag}: its vocabulary is unknown ({error}); {fix}") from error
             if theirs != ours:
                 why = f"its vocabulary differs from the policy's in some of {size} tokens"
-                raise ConfigError(f"--teacher-url {client.shown_url}: {why}; give a teacher with the same tokenizer")
+                raise ConfigError(f"{flag}: {why}; give a teacher with the same tokenizer")
 
     async def __call__(self, member: MemberResult) -> MemberResult:
         """``member`` with ``teacher_log_probs`` on its Samples; a failed one with the reason ``teacher`` when they

@@ -58,8 +58,7 @@ class Retention:
     released_bytes: int = 256 * 2**20
     """Their size."""
     unreleased_bytes: int | None = None
-    """Size of unreleased rollouts above which no more rollouts are delivered; ``None`` = half of the machine's memory.
-    A warning is logged at 80 %."""
+    """Size of unreleased rollouts above which no more are delivered; ``None``: half of the memory. At 80 % it warns."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -88,13 +87,10 @@ def estimate_span_bytes(span: Span) -> int:
     """Estimate the size of a span from the lengths of its attributes, without walking lists."""
     size = _SPAN_OVERHEAD_BYTES
     for key, value in span.attributes.items():
-        size += len(key)
         if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, (list, tuple)):
-            size += 32 * len(value)  # a boxed number and its slot in the list
-        else:
-            size += 32
+            size += len(key) + len(value)
+        else:  # 32: a boxed number and its slot in a list
+            size += len(key) + 32 * (len(value) if isinstance(value, (list, tuple)) else 1)
     return size
 
 
@@ -118,8 +114,7 @@ _RESOURCES_KEPT = 1_000
 
 
 class BridgeStore(InMemoryLightningStore):
-    """See the module's docstring. Listeners are called on the event loop of the call that ended the rollout; they must
-    be quick and thread-safe.
+    """See the module's docstring. Listeners, quick and thread-safe, run on the loop of the call that ends a rollout.
 
     Args:
         scan_debounce_seconds: shortest time between two watchdog scans; the stock default is 10.
@@ -182,19 +177,6 @@ class BridgeStore(InMemoryLightningStore):
             self.collections.unqueue(rollout_id)
             return await self.start_attempt(rollout_id, worker_id)
 
-    async def enqueue_rollout(self, input: Any, *args: Any, **kwargs: Any) -> Rollout:
-        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
-        if self.served:
-            check_sendable(input)
-        return await super().enqueue_rollout(input, *args, **kwargs)
-
-    async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
-        if self.served:
-            for task in {id(request.input): request.input for request in rollouts}.values():
-                check_sendable(task)
-        return await super().enqueue_many_rollouts(rollouts)
-
     async def enqueue_as(self, request: EnqueueRolloutRequest, *, rollout_id: str | None) -> Rollout:
         """Enqueue under ``rollout_id``, which must be new; ``None`` generates one."""
         fields = {name: getattr(request, name) for name in ("input", "mode", "resources_id", "config", "metadata")}
@@ -243,10 +225,8 @@ class BridgeStore(InMemoryLightningStore):
 
     def _trim(self) -> None:
         """Forget released rollouts beyond the window, oldest first, and update the backpressure. Needs the lock."""
-        keep = self.retention
-        while self._released and (
-            len(self._released) > keep.released_rollouts or self._released_bytes > keep.released_bytes
-        ):
+        most, most_bytes = self.retention.released_rollouts, self.retention.released_bytes
+        while self._released and (len(self._released) > most or self._released_bytes > most_bytes):
             self._forget(self._released.popitem(last=False)[0])
         waiting, limit = self._total_span_bytes - self._released_bytes, self._unreleased_limit
         if waiting <= _WARN_AT * limit:
@@ -350,6 +330,13 @@ class BridgeStore(InMemoryLightningStore):
     def _delivers_to(self, worker_id: str | None) -> bool:
         return not self._backpressure and worker_id not in self._ended_workers
 
+    async def _enqueue_many_rollouts(self, rollouts: Sequence[Rollout]) -> None:  # type: ignore[override]
+        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        if self.served:
+            for task in {id(rollout.input): rollout.input for rollout in rollouts}.values():
+                check_sendable(task)
+        await super()._enqueue_many_rollouts(rollouts)
+
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         update = await super().add_resources(resources)
         with self.collections.lock:
@@ -425,10 +412,8 @@ class BridgeStore(InMemoryLightningStore):
         attempt.last_heartbeat_time = time.time()
         if attempt.status in ("preparing", "unresponsive"):
             attempt.status = "running"
-        previous_status = rollout.status
-        if previous_status not in ("preparing", "requeuing") or attempt is not self.collections.latest_attempt(
-            rollout_id
-        ):
+        previous_status, is_latest = rollout.status, attempt is self.collections.latest_attempt(rollout_id)
+        if previous_status not in ("preparing", "requeuing") or not is_latest:
             return None
         rollout.status = "running"
         return (rollout, ["status"]) if previous_status == "requeuing" else None

@@ -43,9 +43,8 @@ class RemoteStore(LightningStoreClient):
 
     def __init__(self, url: str, *, token: str | None = None, **kwargs: Any) -> None:
         if token and "@" in url:
-            raise ConfigError(
-                f"{shown_url(url)} has a user or password, and there is a token: a request has one of them"
-            )
+            shown = shown_url(url)
+            raise ConfigError(f"{shown} has a user or password, and there is a token: a request has one of them")
         super().__init__(url, **kwargs)
         self._token = token
 
@@ -63,8 +62,7 @@ class RemoteStore(LightningStoreClient):
         return session
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        """The rollout, or ``None`` if it does not exist; Agent Lightning's client returns ``None`` for an unreachable
-        store, too."""
+        """The rollout; ``None`` if it does not exist, and not, as Agent Lightning's client, if no store answers."""
         data = await self._request_json("get", f"/rollouts/{rollout_id}")
         return Rollout.model_validate(data) if data is not None else None
 
@@ -87,14 +85,11 @@ class RemoteStore(LightningStoreClient):
         patience_s: float | None = _UNREACHABLE_S,
     ) -> AsyncIterator[FeedPage]:
         """Endless pages of ended rollouts after ``position``, which the caller moves; retries across interruptions.
-        Raises ``DataSourceError`` when the store is unreachable for ``patience_s`` (``None``: no limit), or serves no
-        feed."""
+        Raises ``DataSourceError`` when no store answers for ``patience_s`` (``None``: no limit), or it has no feed."""
         path, backoff = CANCELLED_PATH if only_cancelled else FEED_PATH, self._backoff(patience_s)
         while True:
-            body = orjson.dumps(
-                {"server_instance_id": position.server_instance_id, "after": position.last, "wait_s": wait_s}
-            )
-            post = partial(self._fetch_page, path, body, timeout_s=wait_s + 10.0)
+            body = {"server_instance_id": position.server_instance_id, "after": position.last, "wait_s": wait_s}
+            post = partial(self._fetch_page, path, orjson.dumps(body), timeout_s=wait_s + 10.0)
             try:
                 # an answer that is not a page comes from something in front of the store, such as a proxy: retry
                 page = await backoff.run(post, lambda error: is_transient(error) or isinstance(error, ValueError))
@@ -113,9 +108,8 @@ class RemoteStore(LightningStoreClient):
 
     async def statuses(self, rollout_ids: Collection[str]) -> dict[str, str]:
         """The status by id of ``rollout_ids``, without unknown ones; retries while the store is unreachable."""
-        rollouts = await self._backoff(None).run(
-            lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), is_transient
-        )
+        query = partial(self.query_rollouts, rollout_id_in=sorted(rollout_ids))
+        rollouts = await self._backoff(None).run(query, is_transient)
         return {rollout.rollout_id: rollout.status for rollout in rollouts}
 
     async def planned(self, step: int) -> list[str]:
@@ -124,9 +118,8 @@ class RemoteStore(LightningStoreClient):
         try:
             return await self._backoff(_UNREACHABLE_S).run(lambda: self._post(PLAN_PATH, body), is_transient)
         except aiohttp.ClientResponseError as error:
-            raise DataSourceError(
-                f"the store has no plan for step {step} ({error.status}): ask for steps in order"
-            ) from error
+            problem = f"the store has no plan for step {step} ({error.status})"
+            raise DataSourceError(f"{problem}: ask for steps in order") from error
 
     async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
         # safe to retry: the store adds no span twice, and an end is final

@@ -2,8 +2,7 @@
 
 Stock code takes up to three asynchronous locks per store call through an exit stack, a fifth of a rollout's CPU time
 (docs/scale.md). The code under them never suspends (the collections are plain dicts), so one re-entrant thread lock,
-taken for microseconds, does the same. Reads take it as well, so that a scan in one thread does not break on a write in
-another.
+taken for microseconds, does the same. Reads take it as well: a write would break a scan in another thread.
 
 These are semi-private parts of Agent Lightning 0.3; ``tests/store/test_hooks.py`` pins them.
 """

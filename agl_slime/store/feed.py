@@ -53,8 +53,7 @@ class FeedPosition:
 
 
 class FinishedFeed:
-    """The ends of a store's rollouts, or of one kind, numbered from 1 in order; a repeated end keeps its number.
-    Thread-safe."""
+    """The ends of a store's rollouts, or of one kind, numbered from 1; a repeated end keeps its number. Thread-safe."""
 
     def __init__(self, *, window: int = _WINDOW) -> None:
         self.server_instance_id = uuid.uuid4().hex
@@ -86,9 +85,8 @@ class FinishedFeed:
             begin = max(processed + 1, first)
             end = min(self.last, begin + _PAGE - 1)
             ids = [self._ids[i - first] for i in range(begin, end + 1)]
-            return FeedPage(
-                server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=begin > processed + 1
-            )
+            missed = begin > processed + 1
+            return FeedPage(server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=missed)
 
     async def wait(self, position: FeedPosition, timeout_s: float) -> FeedPage:
         """``read`` as soon as the page is not empty; an empty page after ``timeout_s``."""

@@ -81,8 +81,7 @@ class Recording:
             logger.warning("Spans of rollout %s could not be written yet: %s", self.rollout_id, error)
 
     async def _write(self, pending: list[SpanBuilder]) -> None:
-        """Build and write spans. A span is built once: if the response to a write was lost, the retry must not look
-        like another span."""
+        """Build and write spans, each built once: a retry after a lost response must not look like another span."""
         key, ids = (self.rollout_id, self.attempt_id), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
         store, first = self.store, len(self.written) + len(self._built) + 1
         try:

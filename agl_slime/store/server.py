@@ -162,12 +162,11 @@ class StoreService:
 
         async def admit(request: Any, call_next: Any) -> Any:
             if token and not has_token(request.headers.get("authorization"), token):
-                detail = f"the store needs its token as a bearer token ({TOKEN_VARIABLE})"
-                return JSONResponse({"detail": detail}, status_code=401)
+                return _refusal(401, f"the store needs its token as a bearer token ({TOKEN_VARIABLE})")
             if (detail := page_refusal(request.headers, request.url.path, check_host=not token)) is not None:
-                return JSONResponse({"detail": detail}, status_code=403)
+                return _refusal(403, detail)
             if (detail := encoding_refusal(encoding := encoding_of(request.headers))) is not None:
-                return JSONResponse({"detail": detail}, status_code=415)
+                return _refusal(415, detail)
             received, receive = 0, request.receive
 
             async def bounded_receive() -> Any:  # Agent Lightning's routes read any size
@@ -191,11 +190,11 @@ class StoreService:
         app.middleware("http")(admit)
 
         async def mistyped(request: Request, error: Any) -> JSONResponse:
-            return JSONResponse({"detail": _first_problem(error)}, status_code=422)
+            return _refusal(422, _first_problem(error))
 
         async def refused(request: Request, error: Any) -> JSONResponse:
             """Of an unknown id, say; Agent Lightning would answer 500 with a traceback, and its client would retry."""
-            return JSONResponse({"detail": f"{type(error).__name__}: {error!s:.300}"}, status_code=400)
+            return _refusal(400, f"{type(error).__name__}: {error!s:.300}")
 
         app.add_exception_handler(RequestValidationError, mistyped)
         app.add_exception_handler(ValueError, refused)
@@ -204,14 +203,12 @@ class StoreService:
 async def _unstorable(request: Request) -> JSONResponse | None:
     """The refusal of a body that Agent Lightning's routes would store, and could then not write into an answer."""
     try:
-        if not await request.body() or not is_too_deep(await _json(request)):
-            return None
-        detail = "the body is nested more than 250 deep"
+        deep = await request.body() and is_too_deep(await _json(request))
+        return _refusal(400, "the body is nested more than 250 deep") if deep else None
     except ClientDisconnect:
-        detail = _CUT_SHORT
+        return _refusal(400, _CUT_SHORT)
     except HTTPException as error:
-        detail = error.detail
-    return JSONResponse({"detail": detail}, status_code=400)
+        return _refusal(400, error.detail)
 
 
 async def _decompress(request: Any, encoding: str) -> JSONResponse | None:
@@ -219,8 +216,7 @@ async def _decompress(request: Any, encoding: str) -> JSONResponse | None:
     try:
         body = await decompressed(await request.body(), encoding, most=_MAX_BODY)
     except (ClientDisconnect, ValueError) as error:
-        detail = f"the body cannot be read: {error or 'the connection ended'}"
-        return JSONResponse({"detail": detail}, status_code=400)
+        return _refusal(400, f"the body cannot be read: {error or 'the connection ended'}")
     if body is None:
         return _too_large()
     request._body = body
@@ -229,8 +225,11 @@ async def _decompress(request: Any, encoding: str) -> JSONResponse | None:
 
 
 def _too_large() -> JSONResponse:
-    detail = f"the body is larger than {_MAX_BODY} bytes; send less in one request"
-    return JSONResponse({"detail": detail}, status_code=413)
+    return _refusal(413, f"the body is larger than {_MAX_BODY} bytes; send less in one request")
+
+
+def _refusal(status: int, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status_code=status)
 
 
 @contextmanager
