@@ -95,14 +95,14 @@ class EngineAccess:
         self,
         tokenizer: ChatTokenizer,
         tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any],
         *,
-        llm: LLM | None = None,
+        llm: LLM,
     ) -> ChatTemplate:
         """The template that all rollouts with these tools share, and with it the results of its probes. The run's
         template settings are in ``llm``; ``template_kwargs`` override its template arguments."""
-        settings = template_settings(llm.sampling_parameters if llm is not None else {})
-        kwargs = {**settings.pop("chat_template_kwargs", {}), **(template_kwargs or {})}
+        settings = template_settings(llm.sampling_parameters)
+        kwargs = {**settings.pop("chat_template_kwargs", {}), **template_kwargs}
         key = template_key(tools, kwargs), id(tokenizer), *settings.values()
         template = self._templates.pop(key, None)
         if template is None:
@@ -119,9 +119,9 @@ class EngineAccess:
             await client.aclose()
 
 
-def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> str:
+def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any]) -> str:
     """A cache key for the templates of one tokenizer."""
-    return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
+    return json.dumps([tools, dict(template_kwargs)], sort_keys=True, default=repr)
 
 
 def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:

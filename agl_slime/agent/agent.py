@@ -141,7 +141,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
         """Chat messages for a task, or a string: a user message, or the raw prompt of a model without chat template.
         The default takes ``task["messages"]`` or ``task["prompt"]``, without an assistant's (the dataset's) answer."""
-        prompt = task.get("messages", task.get("prompt"))
+        prompt: Any = task.get("messages", task.get("prompt"))
         last = prompt[-1] if isinstance(prompt, list) and len(prompt) > 1 else None
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             _log_dropped_answer()

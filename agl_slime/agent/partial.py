@@ -149,9 +149,8 @@ class PartialRollouts:
             for line in path.read_text().splitlines() if path.exists() else ():
                 row = json.loads(line)
                 calls = [_Call(call["key"], _generation_from_json(call)) for call in row["calls"]]
-                versions = {
-                    span.version for call in calls if call.generation for span in call.generation.weight_versions
-                }
+                sampled = [call.generation for call in calls if call.generation]
+                versions = {span.version for generation in sampled for span in generation.weight_versions}
                 if admitted is None or row["instance_id"] in admitted or versions <= {version}:
                     rollout = _Rollout(row["instance_id"], row.get("seed", ""), saved_calls=calls)
                     saved[rollout.instance_id].append(rollout)

@@ -33,7 +33,7 @@ from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, refine_fork
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
-from agl_slime.tokens.reader import AnswerReader, reader_for
+from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.replay import FiledReplay, file_replay
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.template import ChatTemplate
@@ -213,7 +213,7 @@ class RolloutSession(Session):
     ) -> None:
         context_options: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
         if template.reader.parser is not None and (parser := options.get("parser")) is not None:
-            context_options["reader"] = _reader_of(template, parser)
+            context_options["reader"] = template.reader_with(parser)
         self.context = ChatContext(template=template, messages=messages, **context_options)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
@@ -246,7 +246,7 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        return _reader_of(self.context.template, self.parser)
+        return self.context.template.reader_with(self.parser)
 
     async def ask(
         self,
@@ -281,8 +281,9 @@ class RolloutSession(Session):
                 if self._seed:
                     limited = limited.seeded(self._seed, *self.stats.count_prompt(prompt_ids))
                 if prompt_images:
-                    place_images = self.tokenizer.engine_input
-                    options["images"], image_starts = await run_in_thread(place_images, prompt_ids, prompt_images)
+                    vision: Any = self.tokenizer  # a VisionTokenizer, as ``prepare`` has checked
+                    located = await run_in_thread(vision.engine_input, prompt_ids, prompt_images)
+                    options["images"], image_starts = located
                 if limited.routed_experts is not None:
                     options["experts_start"] = self._experts_start(prompt_ids, prompt_images, image_starts)
                 # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
@@ -382,11 +383,6 @@ def _lost_replay(sampling: SamplingParams, generation: Generation, prompt_tokens
     if sampling.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
         return "no_routed_experts"
     return "no_nucleus" if sampling.nucleus and generation.nucleus is None else ""
-
-
-def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReader:
-    options: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
-    return reader_for(template.tokenizer, offered=parser is not None, parser=parser, **options)
 
 
 def write_span(attributes: dict[str, Any], started: float) -> None:

@@ -255,22 +255,19 @@ class CompletionFollower:
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         try:
-            await self._run(ready)
+            self._spawn(self._follow if self.has_feed else self._poll)
+            self._spawn(self._tick)
+            endless = set(self._tasks)
+            ready()
+            await self._stop_asked.wait()
+            for task in endless:
+                task.cancel()
+            if reading := self._tasks - endless:
+                await asyncio.wait(reading, timeout=1.0)
+            if self.has_feed:
+                await self._store.close()
         except BaseException as error:  # the thread has no caller: the listener passes it to every waiting one
             self._listener.failed(error)
-
-    async def _run(self, ready: Callable[[], None]) -> None:
-        self._spawn(self._follow if self.has_feed else self._poll)
-        self._spawn(self._tick)
-        endless = set(self._tasks)
-        ready()
-        await self._stop_asked.wait()
-        for task in endless:
-            task.cancel()
-        if reading := self._tasks - endless:
-            await asyncio.wait(reading, timeout=1.0)
-        if self.has_feed:
-            await self._store.close()
 
     async def _follow(self) -> None:
         """Follow a remote store's feed from the restored position; the ledger recognises a rollout that comes twice."""

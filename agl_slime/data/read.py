@@ -7,9 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-from typing_extensions import Unpack
 
 from agl_slime import errors
 from agl_slime.data.results import MemberResult, Outcome, instance_of
@@ -18,7 +17,7 @@ from agl_slime.store.bridge import FINISHED, WORKER_DIED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread_if
 from agl_slime.tokens.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, USAGE_OUTPUT_TOKENS
-from agl_slime.tokens.converter import ConversionOptions, convert_rollout
+from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.reward import read_reward
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
 from agl_slime.tokens.turn import Trajectory
@@ -41,11 +40,12 @@ async def read_rollout(
     run_key: str | None = None,
     convert_validation: bool = False,
     text_only: bool = False,
-    **conversion_options: Unpack[ConversionOptions],
+    reward_spans: bool = False,
+    replay_files: Path | None = None,
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
     exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` the conversation's
-    text without samples; keys and ``conversion_options`` are of ``convert_rollout``."""
+    text without samples; keys, ``reward_spans`` and ``replay_files`` are of ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -77,12 +77,13 @@ async def read_rollout(
 
     if rollout.status == "failed":
         return await failed(*failure_of(spans, attempt))
-    keys: Any = {"reward_key": reward_key, "run_key": run_key}
+    options: Any = {"reward_key": reward_key, "run_key": run_key}
     try:
-        reward = read_reward(spans, **keys)
+        reward = read_reward(spans, **options)
         conversion = None
         if rollout.mode in (None, "train") or convert_validation:
-            options: Any = {"reward": reward, "attempt_id": attempt_id, **keys, **conversion_options}
+            options |= {"reward": reward, "attempt_id": attempt_id}
+            options |= {"reward_spans": reward_spans, "replay_files": replay_files}
             convert = partial(convert_rollout, rollout, spans, tokenizer, **options)
             conversion = await run_in_thread_if(heavy, convert)
     except RolloutError as error:

@@ -98,7 +98,7 @@ class GroupSource:
 
         async def read_and_annotate(rollout_id: str) -> MemberResult | None:
             member = await read_rollout(
-                store,
+                self._store,
                 rollout_id,
                 tokenizer=tokenizer,
                 reward_key=reward_key,

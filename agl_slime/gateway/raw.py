@@ -73,7 +73,7 @@ class RawContext(ChatContext):
 
     def _encoded(self) -> list[int]:
         if self._turn is None:
-            prompts = self._template.prompt_cache  # shared by the members of a group
+            prompts = self.template.prompt_cache  # shared by the members of a group
             return self._first() if prompts is None else list(prompts.get([self._text], self._first))
         rest = self._text[self._prompt_chars :]
         n, same = longest_prefix(self._tokenizer, self._turn.response_ids.tolist(), rest)

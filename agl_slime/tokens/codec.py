@@ -53,14 +53,8 @@ def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids
 
 
 def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "log-probs") -> LogProbArray:
-    """``values`` as a read-only float32 array. ``TraceError`` when one is not a number, NaN, infinite, or too large for
-    float32."""
-    if (
-        isinstance(values, np.ndarray)
-        and values.dtype == np.float32
-        and values.ndim == 1
-        and not values.flags.writeable
-    ):
+    """``values`` as a read-only float32 array. ``TraceError`` when one is no number, not finite, or beyond float32."""
+    if isinstance(values, np.ndarray) and (values.dtype, values.ndim) == (np.float32, 1) and not values.flags.writeable:
         floats = values
     else:
         try:
@@ -86,6 +80,14 @@ def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
     return place if n and differs[place] else n
 
 
+def find_ids(ids: bytes, part: bytes, start: int = 0) -> int:
+    """The index of the int32 ids ``part`` among ``ids``, from index ``start`` on; -1 if they are missing."""
+    index = ids.find(part, 4 * start)
+    while index >= 0 and index % 4:
+        index = ids.find(part, index + 1)
+    return index // 4
+
+
 def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Number of leading items that ``a`` and ``b`` share, by bisection over slices."""
     if not (isinstance(a, str) and isinstance(b, str)):
@@ -105,9 +107,9 @@ def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
     return _frozen(_unpack(text, name, np.dtype(np.int32)))
 
 
-def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
+def unpack_log_probs(text: str) -> LogProbArray:
     """The floats of a string from ``pack_array``, read-only. ``TraceError`` for another string or NaN."""
-    return log_prob_array(_frozen(_unpack(text, name, np.dtype(np.float32))), name=name)
+    return log_prob_array(_frozen(_unpack(text, "log-probs", np.dtype(np.float32))))
 
 
 def pack_array(values: TokenArray | LogProbArray) -> str:

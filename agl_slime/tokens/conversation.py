@@ -35,22 +35,14 @@ from agl_slime.tokens.fields import AnswerMessages
 from agl_slime.tokens.forks import ForkReason, classify_edit, explain_once
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.systems import SYSTEM_ROLES
-from agl_slime.tokens.template import (
-    Addition,
-    ChatTemplate,
-    Message,
-    Rendering,
-    RewrittenHistory,
-    SampledAnswer,
-)
+from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, RewrittenHistory, SampledAnswer
 from agl_slime.tokens.thinking import thinking_argument
 from agl_slime.tokens.tokenizer import encode_text, longest_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """A sampled answer: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its message
-    began with before sampling."""
+    """A sampled answer: message ``n_messages - 1``, ids ``[start:end]``; ``continued`` is its text before sampling."""
 
     n_messages: int
     start: int
@@ -109,7 +101,7 @@ class ChatContext:
     ) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
-        self._template = template
+        self.template = template
         self._keep_stop_token = keep_stop_token
         self._copies = copies
         self._tokenizer = template.tokenizer
@@ -131,13 +123,8 @@ class ChatContext:
         self._checked_steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # pairs of roles of such windows
 
     @property
-    def template(self) -> ChatTemplate:
-        return self._template
-
-    @property
     def token_ids(self) -> TokenArray:
-        """The last prompt and its answer: a read-only view that never changes. Prompts of one conversation share its
-        memory."""
+        """The last prompt and its answer: a read-only view that never changes and shares the conversation's memory."""
         return self._tokens.ids
 
     def add(self, *messages: Mapping[str, Any]) -> None:
@@ -165,11 +152,10 @@ class ChatContext:
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, the result of the last ``prompt_ids()``."""
         plan, prompt_messages = self._last_prompt or (None, [])
-        if plan is None or plan.length != len(prompt_ids):
+        length = len(prompt_ids)
+        if plan is None or plan.length != length:
             last = f"of {plan.length} tokens" if plan else "and there is none"
-            raise ConfigError(
-                f"prompt_ids must be the last result of prompt_ids(), {last}; got {len(prompt_ids)} tokens"
-            )
+            raise ConfigError(f"prompt_ids must be the last result of prompt_ids(), {last}; got {length} tokens")
         self._last_prompt = None
         self.kept_tokens, self.fork = self._compare_prompt(plan, prompt_ids)
         while self._turns and self._turns[-1].end > plan.keep:
@@ -193,11 +179,8 @@ class ChatContext:
         self._answers.add_sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
         history = [*(prompt_messages[:-1] if continues else prompt_messages), message]
-        self._turns.append(
-            SampledTurn(
-                len(history), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.history_end
-            )
-        )
+        place = len(history), plan.length, len(self._tokens)
+        self._turns.append(SampledTurn(*place, continued, self._stop_text(generation), plan.history_end))
         unchanged = shared_length(history, self._history)
         self._history[unchanged:] = map(_copy_of, history[unchanged:]) if self._copies else history[unchanged:]
         del self._users[bisect_left(self._users, unchanged) :]
@@ -217,13 +200,12 @@ class ChatContext:
     # -- the next prompt -----------------------------------------------------------------------------------------------
 
     def _prepare_prompt(self) -> tuple[int, int, Callable[[], Plan]]:
-        """About how many characters the next prompt has to tokenize, the number of unchanged messages, and a function
-        that makes the prompt."""
+        """About how many characters the next prompt tokenizes, the number of unchanged messages, and its maker."""
         messages = self.messages
         if not messages:
             raise ConfigError("the conversation has no messages any more; there is nothing to ask")
         if not self._turns:
-            cache = self._template.prompt_cache
+            cache = self.template.prompt_cache
             make = self._plan_whole if cache is None else functools.partial(cache.get, messages, self._plan_whole)
             return _chars(messages), 0, make
         last = self._turns[-1]
@@ -261,9 +243,9 @@ class ChatContext:
         """The template's addition after the answer of ``turn``, for these messages, the last ``new`` of them new."""
         answer = self.messages[turn.n_messages - 1]
         converted = self._answers.convert(answer)
-        thinking = str(converted.message.get(self._template.fields.thinking or "") or "")
+        thinking = str(converted.message.get(self.template.fields.thinking or "") or "")
         sampled = SampledAnswer(_content(answer), turn.stop_text, converted.closed, thinking)
-        return self._template.addition(self._converted(messages, turn.end), len(messages) - new, sampled, prompt=prompt)
+        return self.template.addition(self._converted(messages, turn.end), len(messages) - new, sampled, prompt=prompt)
 
     def _converted(self, messages: Sequence[Message], keep: int) -> list[Message]:
         """``messages`` in the template's fields, after the first ``keep`` ids."""
@@ -311,12 +293,12 @@ class ChatContext:
         The first ``unchanged`` messages are as they were."""
         base = self._complete
         messages = self._answers.messages(base)
-        whole = self._template.render(messages, generation_prompt=False)
+        whole = self.template.render(messages, generation_prompt=False)
         unchanged = min(unchanged, len(base))
         turns = [turn for turn in self._turns if turn.history_end and turn.n_messages - 1 <= unchanged]
 
         def rewritten(turn: SampledTurn) -> bool:
-            return not whole.startswith(self._template.render(messages[: turn.n_messages - 1], generation_prompt=False))
+            return not whole.startswith(self.template.render(messages[: turn.n_messages - 1], generation_prompt=False))
 
         n_same = bisect_left(turns, True, key=rewritten)  # after the first rewritten prompt all are
         if not n_same:
@@ -331,23 +313,23 @@ class ChatContext:
     def _plan_whole(self, turn: SampledTurn | None = None) -> Plan:
         """The conversation as the template renders it, after the kept history of ``turn``."""
         converted = self._converted(self._complete, turn.start if turn else 0)
-        rendered = self._template.render_prompt(converted)
+        rendered = self.template.render_prompt(converted)
         keep = skip = 0
         if turn is not None:
             keep = turn.history_end
-            skip = len(self._template.render(converted[: turn.n_messages - 1], generation_prompt=False))
+            skip = len(self.template.render(converted[: turn.n_messages - 1], generation_prompt=False))
         return self._plan_pieces(keep, rendered.text[skip:], rendered.generation_prompt or "", rendered)
 
     def _plan_pieces(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
         """The first ``keep`` ids, then ``text``, ``generation_prompt`` and the conversation's partial answer."""
         # encoded apart where no merge crosses its left edge: the ids before it can be kept when the answer is dropped
-        separate = self._template.begins_with_added_token(generation_prompt)
+        separate = self.template.begins_with_added_token(generation_prompt)
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         history_end, boundaries, added = 0, 0, []
         pieces = (text, generation_prompt, partial) if separate else (text + generation_prompt, partial)
         for number, piece in enumerate(pieces):
             previous = added or self.token_ids[:keep]
-            cache = self._template.generation_prompt_ids if separate and number == 1 and len(previous) else {}
+            cache = self.template.generation_prompt_ids if separate and number == 1 and len(previous) else {}
             if (encoded := cache.get(key := (piece, int(previous[-1]) if len(previous) else -1))) is None:
                 if len(cache) >= _MAX_GENERATION_PROMPTS:
                     cache.clear()
@@ -379,7 +361,7 @@ class ChatContext:
         return shared, ForkReason.NEW_CONTEXT if new else plan.fork
 
     def _thinking_hint(self) -> str:
-        setting = thinking_argument(self._template)
+        setting = thinking_argument(self.template)
         return f" The template argument {setting} keeps it." if setting else ""
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -389,15 +371,14 @@ class ChatContext:
         if not text:
             return [], 0
         if len(previous):
-            # encoded behind its left neighbour: a tokenizer may treat the beginning of a text in a special way (put a
-            # blank before the first word)
+            # encoded behind its left neighbour: a tokenizer may put a blank before the first word of a text
             last = int(previous[-1])
             both = self._encode(self._tokenizer.decode([last], skip_special_tokens=False) + text)
             if both[:1] == [last]:
                 return both[1:], 0
-        special = not len(previous) and self._template.begins_with_special_tokens
+        special = not len(previous) and self.template.begins_with_special_tokens
         ids = self._encode(text, add_special_tokens=special)
-        return ids, int(len(previous) > 0 and not self._template.begins_with_added_token(text))
+        return ids, int(len(previous) > 0 and not self.template.begins_with_added_token(text))
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if not text.isascii():  # tokenizers refuse a lone surrogate (of a file's name, of JSON that was cut)
@@ -444,16 +425,14 @@ def answer_text(generation: Generation) -> str:
 
 
 def _history_window(history: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
-    """The messages that a template may look at when it writes ``new`` after an answer; ``users`` are the indices of
-    users' messages in ``history``."""
+    """The messages that a template may look at when it writes ``new`` after an answer; ``users`` has users' indices."""
     if len(history) < _WINDOW_FROM or not users:
         return list(history)
     user = users[-1]
     system = next(i for i, message in enumerate(history) if message.get("role") not in SYSTEM_ROLES)
     tail = user + 1
     if all(message.get("role") == "tool" for message in new):
-        # templates group tool results and treat the steps after the last user message apart: keep that message, and
-        # begin at an answer
+        # templates group tool results and treat steps after the last user message apart: keep it, begin at an answer
         latest = min(len(history) - 1, max(user + 1, len(history) - _WINDOW_TAIL))
         tail = next((i for i in range(latest, user, -1) if history[i].get("role") == "assistant"), user + 1)
     return [*history[: min(system, user)], history[user], *history[tail:]]

@@ -45,8 +45,7 @@ class ConversionOptions(TypedDict, total=False):
     """The keyword arguments of the conversion, all optional."""
 
     reward_key: str | None
-    """The dimension of the reward to train on; the Samples then have all dimensions as a dict, for slime's
-    ``--reward-key``."""
+    """The dimension of the reward to train on; the Samples then have all as a dict, for slime's ``--reward-key``."""
     run_key: str | None
     """Without ``reward_key``: the dimension that the run's first rollout decided to train on."""
     index: int | None
@@ -90,9 +89,8 @@ def convert_rollout(
         raise TraceError(f"{message}; the gateway saw {counts}", reason="no_turns")
     keys = {"reward_key": reward_key, "run_key": options.get("run_key")}
     reward = options.get("reward") or read_reward(spans, **keys)
-    metadata = {
-        key: parse_json(str(attributes[name]), name) for key, name in _JSON_ATTRIBUTES.items() if name in attributes
-    }
+    written = [(key, name) for key, name in _JSON_ATTRIBUTES.items() if name in attributes]
+    metadata = {key: parse_json(str(attributes[name]), name) for key, name in written}
     if reward.missing:
         metadata["rewards_missing"] = [*reward.missing]
     gateway = {key: metadata[key] for key in ("gateway",) if key in metadata}
@@ -121,9 +119,7 @@ def convert_rollout(
         reward_key=reward_key,
         reward_spans=options.get("reward_spans", False),
         replay_files=options.get("replay_files"),
-        index=options.get("index"),
-        group_index=options.get("group_index"),
-        rollout_id=options.get("rollout_id"),
+        **{name: options.get(name) for name in ("index", "group_index", "rollout_id")},
     )
     idle_s = _time_between_calls(spans)
     for sample in conversion.samples:
@@ -247,8 +243,7 @@ def rollout_to_sample(
     tokenizer: ChatTokenizer | None = None,
     **options: Unpack[ConversionOptions],
 ) -> Sample:
-    """The Sample of a finished rollout without forks; ``TraceError`` with reason ``forked`` for several. Options as for
-    ``convert_rollout``."""
+    """The Sample of a finished rollout without forks, as ``convert_rollout``; ``TraceError`` ``forked`` for several."""
     conversion = convert_rollout(rollout, spans, tokenizer, **options)
     if len(conversion.samples) > 1:
         reasons = ", ".join(f"{reason} {count}" for reason, count in conversion.forks.items())
@@ -263,8 +258,7 @@ def untrained_turns(spans: Sequence[Span], turns: Sequence[Turn]) -> list[int]:
 
 
 def _listed_untrained(spans: Sequence[Span]) -> Iterator[int]:
-    """The turns that are context only, from the last list of each encoder; a gateway that restarts in the middle of a
-    rollout is a new encoder."""
+    """The turns that are context only, from the last list of each encoder; a gateway that restarts is a new one."""
     numbers, lists = turn_numbers(spans), {}
     for span in spans:
         if text := span.attributes.get(names.UNTRAINED_TURNS):

@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agl_slime.errors import PromptError
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.reader import AnswerReader, thinking_marks
-from agl_slime.tokens.rendering import REASONING
+from agl_slime.tokens.rendering import REASONING, rendered_or_none
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -139,16 +138,12 @@ class AnswerFields:
     def _rendered(self, fields: Mapping[str, Any]) -> Iterator[str]:
         answer: Message = {"role": "assistant", "content": "!", **fields}
         called = {"tool_calls": [_call("f", "call00000", {"x": 1})], **answer}
-        number = len(called["tool_calls"])
-        results = [
-            {"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": _RESULT} for n in range(number)
-        ]
+        ids = [f"call0000{n}" for n in range(len(called["tool_calls"]))]
+        results = [{"role": "tool", "tool_call_id": identity, "name": "f", "content": _RESULT} for identity in ids]
         probes: list[list[Message]] = [[_QUESTION, called], [_QUESTION, called, *results]]
         for probe in probes if "tool_calls" in answer else [[_QUESTION, answer], *probes]:
-            try:
-                yield self.render(probe, False)
-            except PromptError:
-                continue
+            if (text := rendered_or_none(self.render, probe, False)) is not None:
+                yield text
 
 
 class AnswerMessages:
@@ -174,9 +169,8 @@ class AnswerMessages:
             self.add_sampled(content)
         if (answer := self._converted.get(content)) is None:
             return TemplateAnswer(message)
-        return (
-            answer if message.keys() == {"role", "content"} else replace(answer, message={**message, **answer.message})
-        )
+        bare = message.keys() == {"role", "content"}
+        return answer if bare else replace(answer, message={**message, **answer.message})
 
     def messages(self, messages: Sequence[Message], sampled: Callable[[], Collection[int]] = tuple) -> list[Message]:
         """``messages`` in the template's fields. ``sampled`` gives the ids of messages that stand as they were sampled:

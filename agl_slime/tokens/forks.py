@@ -9,11 +9,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.blanks import squash
-from agl_slime.tokens.codec import TokenArray, common_prefix
+from agl_slime.tokens.codec import TokenArray, common_prefix, find_ids
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer
-
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +25,7 @@ class ForkReason(StrEnum):
     """
 
     TEMPLATE = "template"
-    """The template renders earlier messages differently once others follow: results omitted, messages regrouped,
-    another end of turn."""
+    """The template renders earlier messages differently once others follow: results omitted, regrouped, another end."""
     DROPPED_THINKING = "dropped_thinking"
     """The template drops earlier thinking, usually once a user message follows: its rule, not a fault."""
     RETOKENIZATION = "retokenization"
@@ -35,8 +33,7 @@ class ForkReason(StrEnum):
     EDITED_HISTORY = "edited_history"
     """The agent changed an earlier answer or a message before it."""
     BRANCH = "branch"
-    """The prompt continues an earlier point of the conversation: several samples for one prompt, a search, a turn taken
-    back."""
+    """The prompt continues an earlier point of the conversation: samples of one prompt, a search, a turn taken back."""
     COMPACTION = "compaction"
     """The agent shortened the conversation: a summary, or earlier messages omitted."""
     NEW_CONTEXT = "new_context"
@@ -54,8 +51,6 @@ _MEANING = {
 
 _BY_TEMPLATE = (ForkReason.TEMPLATE, ForkReason.DROPPED_THINKING)
 _BLOCK = re.compile(r"<(\w+)>.*?</\1>")
-
-
 _explained: set[ForkReason] = set()
 
 
@@ -98,9 +93,7 @@ def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokeni
     rest = prompt[extended:]
     # the answers after the divergence in the most recent conversation that shares the prefix
     latest = next(tokens for n, (_, tokens) in zip(reversed(shared), reversed(earlier), strict=True) if n == longest)
-    beyond = [
-        previous for previous, tokens in reversed(earlier) if common_prefix(tokens, latest) == len(tokens) > longest > 0
-    ]
+    beyond = [each for each, tokens in reversed(earlier) if common_prefix(tokens, latest) == len(tokens) > longest > 0]
     lost = sorted(beyond, key=lambda previous: previous.length)
     if lost:
         if tokenizer is not None:
@@ -108,7 +101,7 @@ def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokeni
             if drift is not None:
                 return drift
         replaced = extended <= len(lost[0].prompt_ids) <= longest  # the same prompt, another answer
-        if replaced or any(contains(rest, previous.response_ids) for previous in lost):
+        if replaced or any(find_ids(rest.tobytes(), answered.response_ids.tobytes()) >= 0 for answered in lost):
             return ForkReason.EDITED_HISTORY
     return ForkReason.BRANCH if extended else ForkReason.NEW_CONTEXT
 
@@ -138,12 +131,3 @@ def _differs_in_rendering(earlier: str, prompt: str, special_tokens: tuple[str, 
     while special_tokens and content.endswith(special_tokens):
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
     return prompt.startswith(text) or (prompt.startswith(content) and prompt.startswith(special_tokens, len(content)))
-
-
-def contains(haystack: TokenArray, needle: TokenArray) -> bool:
-    """Whether ``needle`` is a contiguous part of ``haystack``."""
-    hay, pattern = haystack.tobytes(), needle.tobytes()
-    index = hay.find(pattern)
-    while index != -1 and index % haystack.itemsize:
-        index = hay.find(pattern, index + 1)
-    return index != -1

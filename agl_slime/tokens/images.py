@@ -75,13 +75,9 @@ class Image:
         return hash(self.sha)
 
 
-# Images in use, each once however many rollouts of a group share it.
-_images: WeakValueDictionary[str, Image] = WeakValueDictionary()
+images_in_use: WeakValueDictionary[str, Image] = WeakValueDictionary()
+"""Each once, by its hash, however many rollouts of a group share it."""
 _images_by_source: WeakValueDictionary[bytes, Image] = WeakValueDictionary()  # by the hash of the original file
-
-
-def find_image(sha: str) -> Image | None:
-    return _images.get(sha)
 
 
 def images_in(messages: Iterable[Mapping[str, Any]], images: Mapping[str, Image]) -> tuple[Image, ...]:
@@ -101,31 +97,30 @@ def read_image(data: bytes, settings: ImageSettings = ImageSettings()) -> Image:
     pil = _pil()
     try:
         picture = pil.open(io.BytesIO(data), formats=FORMATS)
-        size, kind = picture.size, str(picture.format)
-        if not _is_within(size, settings):
-            pixels = f"{size[0]} x {size[1]} pixels, max_megapixels is {settings.max_megapixels:g}"
+        if not _is_within(picture.size, settings):
+            width, height = picture.size
+            pixels = f"{width} x {height} pixels, max_megapixels is {settings.max_megapixels:g}"
             raise PromptError(f"an image has {pixels}: send a smaller one")
         picture.load()
         plain = picture.mode == "RGB" and getattr(picture, "n_frames", 1) == 1
-        if not plain or picture.getexif().get(_ORIENTATION, 1) != 1:
+        if plain and picture.getexif().get(_ORIENTATION, 1) == 1:
+            image = intern_image(data, str(picture.format), picture.size)
+        else:
             from PIL import ImageOps
 
-            picture = (ImageOps.exif_transpose(picture) or picture).convert("RGB")
-            file = io.BytesIO()
-            picture.save(file, "PNG", compress_level=1)
-            data, kind, size = file.getvalue(), "PNG", picture.size
+            image = from_pil(ImageOps.exif_transpose(picture) or picture)
     except PromptError:
         raise
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise PromptError(f"an image cannot be read as {', '.join(FORMATS)}: {str(error)[:200]}") from error
-    image = _images_by_source[key] = intern_image(data, kind, size)
+    _images_by_source[key] = image
     return image
 
 
 def intern_image(data: bytes, kind: str, size: tuple[int, int]) -> Image:
     """The one ``Image`` of a file in the format of ``read_image``."""
     sha = hashlib.sha256(data).hexdigest()
-    return _images.setdefault(sha, Image(sha, data, kind, size))
+    return images_in_use.setdefault(sha, Image(sha, data, kind, size))
 
 
 def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:

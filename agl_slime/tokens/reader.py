@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.formats import HarmonyParser, ToolParser, cut_at_marks, parser_for
-from agl_slime.tokens.tokenizer import special_tokens
+from agl_slime.tokens.formats import HarmonyParser, ToolParser, cut_at_marks
+from agl_slime.tokens.tokenizer import special_tokens, template_source
 
 THINK = "<think>", "</think>"
 # other marks of reasoning
@@ -21,9 +21,9 @@ _AROUND = "<|START_RESPONSE|>", "<|END_RESPONSE|>"  # Cohere's marks around cont
 _PRIVATE = 0xF0000  # plus the code of a mark's first character: a private-use character that hides the mark
 
 
-def thinking_marks(source: Any) -> tuple[str, str]:
+def thinking_marks(source: str) -> tuple[str, str]:
     """The marks around reasoning in a chat template, from its source."""
-    return next((marks for marks in _MARKS if isinstance(source, str) and marks[0] in source), THINK)
+    return next((marks for marks in _MARKS if marks[0] in source), THINK)
 
 
 def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
@@ -138,20 +138,14 @@ def reader_for(
     tokenizer: Any,
     *,
     opened: bool | None,
-    offered: bool,
-    parser: ToolParser | None = None,
+    parser: ToolParser | None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> AnswerReader:
-    """The reader of answers to prompts of a tokenizer's chat template. The default ``parser`` is the template's;
-    ``PromptError`` if tools are ``offered`` and the template's calls have no parser."""
-    source = (template_kwargs or {}).get("chat_template") or getattr(tokenizer, "chat_template", None)
-    channels = isinstance(source, str) and "<|channel|>" in source and "<|message|>" in source
-    if parser is not None:
-        channels = channels and isinstance(parser, HarmonyParser)
-    elif offered:
-        parser = parser_for(tokenizer, template_kwargs)
-    around = tuple(mark for mark in _AROUND if isinstance(source, str) and mark in source)
-    return AnswerReader(parser if offered else None, opened, thinking_marks(source), tokenizer, channels, around)
+    """The reader of answers to prompts of a tokenizer's chat template; ``parser`` is ``None`` without tools."""
+    source = template_source(tokenizer, template_kwargs)
+    channels = "<|channel|>" in source and "<|message|>" in source and isinstance(parser, HarmonyParser | None)
+    around = tuple(mark for mark in _AROUND if mark in source)
+    return AnswerReader(parser, opened, thinking_marks(source), tokenizer, channels, around)
 
 
 def _hide_mentions(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int]) -> str:

@@ -41,14 +41,10 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
     [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": "call00000", "content": "result"}],
     [_QUESTION, {"role": "assistant", "content": None, "tool_calls": [{**_CALL, "none": None}]}, _QUESTION],
 )
+_PART = {"type": "text", "text": "x", "none": None}
 _MESSAGES: list[dict[str, Any]] = [message for probe in _PROBES for message in probe] + [
     {"role": "assistant", "content": "", "thinking": "t", "reasoning": "r", "extra": {"none": None}},
-    {
-        "role": "assistant",
-        "content": [{"type": "text", "text": "x", "none": None}],
-        "reasoning": "",
-        "tool_calls": None,
-    },
+    {"role": "assistant", "content": [_PART], "reasoning": "", "tool_calls": None},
 ]
 
 
@@ -106,9 +102,7 @@ def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Map
     return direct
 
 
-def _transformers_renderer(
-    tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]
-) -> _Render:
+def _transformers_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
     return lambda messages, generation_prompt: render_chat(
         tokenizer, messages, tools=tools, generation_prompt=generation_prompt, **options
     )
@@ -140,14 +134,14 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
         template, divided = _compiled(_compile_jinja_template, source)
         show = "{{ (tools if tools else messages) | tojson }}"
         prepared = json.loads(tokenizer.apply_chat_template(_MESSAGES, chat_template=show, tokenize=False))
-        schemas = tools and json.loads(
-            tokenizer.apply_chat_template([_QUESTION], tools, chat_template=show, tokenize=False)
-        )
+        shown: Any = tools and tokenizer.apply_chat_template([_QUESTION], tools, chat_template=show, tokenize=False)
+        schemas = tools and json.loads(shown)
     except Exception as error:  # a template is a program and may raise anything
         return f"the template cannot be compiled ({str(error) or type(error).__name__:.80})"
     if "sameas" in source:
         return "the template compares object identities"
-    prepare = next((method for method in _PREPARATIONS if _text([*map(method, _MESSAGES)]) == _text(prepared)), None)
+    wanted = json.dumps(prepared)  # as text: the order of keys counts, and 1 is not True
+    prepare = next((method for method in _PREPARATIONS if json.dumps([*map(method, _MESSAGES)]) == wanted), None)
     if prepare is None:
         return "this transformers prepares messages in an unknown way"
     schemas = _with_cache(schemas) if schemas else None
@@ -163,12 +157,14 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
     )
     for probe in _PROBES:
         for generation_prompt in (False, True):
-            if _tried(direct, probe, generation_prompt) != _tried(transformers, probe, generation_prompt):
+            texts = [rendered_or_none(render, probe, generation_prompt) for render in (direct, transformers)]
+            if texts[0] != texts[1]:
                 return "the compiled template's rendering differs from apply_chat_template's"
     return direct
 
 
-def _tried(render: _Render, messages: Sequence[Message], generation_prompt: bool) -> str | None:
+def rendered_or_none(render: Callable[..., str], messages: Sequence[Message], generation_prompt: bool) -> str | None:
+    """The text of ``messages``; ``None`` where the template refuses them."""
     try:
         return render(messages, generation_prompt)
     except PromptError:
@@ -176,10 +172,6 @@ def _tried(render: _Render, messages: Sequence[Message], generation_prompt: bool
 
 
 # -- preparations of messages by versions of transformers -----------------------------------------------------------
-
-
-def _as_is(message: Message) -> Message:
-    return message
 
 
 def _without_none(message: Message) -> Message:
@@ -194,11 +186,7 @@ def _with_reasoning(message: Message) -> Message:
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
-_PREPARATIONS = (_with_reasoning, _without_none, _as_is)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value)  # the order of keys counts, and 1 is not True
+_PREPARATIONS: tuple[Callable[[Message], Message], ...] = (_with_reasoning, _without_none, lambda message: message)
 
 
 def _is_plain_message(message: Any) -> bool:
@@ -256,8 +244,7 @@ def _over_messages(node: nodes.Node) -> bool:
 
 
 def _quick_getattr(environment: Environment) -> Callable[[Any, str], Any]:
-    """The sandbox's ``getattr`` without its questions where their answer is known: keys of messages, places in a
-    loop."""
+    """The sandbox's ``getattr`` without its questions about keys of messages and places in a loop."""
     ask = environment.getattr
 
     def quick(value: Any, name: str) -> Any:

@@ -50,8 +50,7 @@ def replay_attributes(turn: Turn) -> dict[str, Any]:
 
 
 def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """``experts`` and ``nucleus`` of a turn, or ``filed``, if it has them. Raises ``TraceError`` when they are
-    damaged."""
+    """``experts`` and ``nucleus`` of a turn, or ``filed``, if it has them. Raises ``TraceError`` for damaged ones."""
     replay: dict[str, Any] = {}
     if names.REPLAY_FILE in attributes:
         try:
@@ -72,10 +71,8 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
             raise TraceError(f"{names.EXPERTS} does not match its checksum")
         replay["experts"] = RoutedExperts(start, rows)
     if names.NUCLEUS_IDS in attributes:
-        ids, offsets = (
-            unpack_token_ids(str(attributes.get(name)), name=name)
-            for name in (names.NUCLEUS_IDS, names.NUCLEUS_OFFSETS)
-        )
+        pair = names.NUCLEUS_IDS, names.NUCLEUS_OFFSETS
+        ids, offsets = (unpack_token_ids(str(attributes.get(name)), name=name) for name in pair)
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
             raise TraceError(f"{names.NUCLEUS_OFFSETS} do not divide the {len(ids)} ids of {names.NUCLEUS_IDS}")
         replay["nucleus"] = Nucleus(ids, offsets)
@@ -180,9 +177,8 @@ def file_replay(
     """Append an answer's arrays to the file of ``stream``; ``None`` for small arrays, without a rollout, or where the
     directory is not on this machine or full. Blocks; concurrent calls are safe."""
     rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=EXPERT_DTYPES[experts.rows.itemsize])
-    nucleus_arrays = (
-        [] if nucleus is None else [np.ascontiguousarray(part, dtype=_INT32) for part in (nucleus.ids, nucleus.offsets)]
-    )
+    pair = () if nucleus is None else (nucleus.ids, nucleus.offsets)
+    nucleus_arrays = [np.ascontiguousarray(part, dtype=_INT32) for part in pair]
     arrays = [part for part in (rows, *nucleus_arrays) if part is not None]
     if not rollout_id or sum(part.nbytes for part in arrays) < FILED_FROM_BYTES:
         return None  # without a rollout's name they could not be removed with it

@@ -1,5 +1,4 @@
-"""The rewards of a rollout and of its turns, from Agent Lightning's reward spans. A missing or non-finite reward is an
-error, never 0.0."""
+"""Rewards of a rollout and its turns, from Agent Lightning's spans; without a finite number an error, never 0.0."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnReward(Reward):
-    """The reward of a ``target``: ``role:NAME``, or ``turn:N`` with the first of the turns. Turns with the same target
-    share one reward."""
+    """The reward of a ``target``, shared by its turns: ``role:NAME``, or ``turn:N`` with the first of them."""
 
     target: str
 
@@ -155,8 +153,7 @@ def read_turn_rewards(
     """The rewards of single turns, by the index of the turn among the model calls in ``spans``. Agent Lightning's
     ``make_link_attributes`` links reward spans to calls by ``gen_ai.response.id``, ``span_id`` or any attribute, such
     as ``agl_slime.role``. The last reward of a turn counts; a key selects its dimension if it has that name. Raises
-    ``RewardError`` if a reward is not a finite number or its link matches no span; a role of the gateway may have made
-    no call."""
+    ``RewardError`` for one that is no finite number or linked to no span; a role of the gateway may have no call."""
     linked = [(span, dimensions) for span in spans if (dimensions := reward_dimensions(span)) and _is_linked(span)]
     if not linked:
         return {}

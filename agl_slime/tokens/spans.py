@@ -1,7 +1,6 @@
 """The turns of one attempt from Agent Lightning spans of any writer.
 
-Three conventions are read. Only the best one of an attempt counts, so that a call recorded by two instrumentations is
-one turn:
+Three conventions are read. Only the best one of an attempt counts: a call that is recorded twice is one turn.
 
 1. this package's: packed ids and log-probs (``agl_slime.tokens.turn``);
 2. token lists: ``prompt_token_ids`` and ``response_token_ids`` of Agent Lightning's instrumentation, with log-probs
@@ -31,10 +30,7 @@ from agl_slime.tokens.turn import Turn
 if TYPE_CHECKING:
     from agl_slime.support.agl import Span
 
-
 Message = Mapping[str, Any]
-
-
 ChatMessage = dict[str, Any]
 Attributes = Mapping[str, Any]
 
@@ -141,8 +137,7 @@ class ModelCall:
         return self._build_turn(self.prompt_ids, self.response_ids, messages, answers, log_probs=log_probs)
 
     def retokenized_turn(self, retokenizer: Retokenizer) -> Turn | None:
-        """The turn with the ids of its text; ``None`` when there is no message or no answer. ``TraceError`` when the
-        text cannot be read or rendered."""
+        """The turn with the ids of its text; ``None`` without message or answer, ``TraceError`` for unreadable text."""
         messages, answers = self._messages()
         if not messages or not answers:
             return None
@@ -206,30 +201,19 @@ class ModelCall:
 
 def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None = None) -> list[ModelCall]:
     """The calls of other recorders, each once, calls with token ids first; without calls beneath a reward span (a
-    judge).
-
-    A proxy and the client's instrumentation write nested spans of one call, with the same response id or with none.
-    """
+    judge). A proxy and the client's instrumentation write nested spans of one call, with one response id or none."""
     by_id = {span.span_id: span for span in spans}
-    candidates = [
-        ModelCall.from_span(span)
-        for span in spans
-        if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
-    ]
+    candidates = (span for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span)))
+    recorded = [call for call in map(ModelCall.from_span, candidates) if call.has_ids or call.has_text]
     calls: list[ModelCall] = []
     request_ids: set[str] = set()
     near: dict[str, list[ModelCall]] = {}  # by the call's span and by each of its ancestors
-    for call in sorted(
-        (call for call in candidates if call.has_ids or call.has_text), key=lambda call: not call.has_ids
-    ):
+    for call in sorted(recorded, key=lambda call: not call.has_ids):
         span_id, above = call.span.span_id, [span.span_id for span in _ancestors(call.span, by_id)]
         if call.request_id in request_ids or any(_is_reward(by_id[ancestor]) for ancestor in above):
             continue
-        nested = [
-            *near.get(span_id, ()),
-            *(outer for ancestor in above for outer in near.get(ancestor, ()) if outer.span.span_id == ancestor),
-        ]
-        if any(not (call.request_id and near_call.request_id) for near_call in nested):
+        outer = (outer for ancestor in above for outer in near.get(ancestor, ()) if outer.span.span_id == ancestor)
+        if any(not (call.request_id and nested.request_id) for nested in (*near.get(span_id, ()), *outer)):
             continue
         calls.append(call)
         for related_id in (span_id, *above):
@@ -297,8 +281,7 @@ def _litellm_choice(attributes: Attributes) -> Mapping[str, Any]:
 
 
 def _in_json(attributes: Attributes, name: str) -> list[ChatMessage]:
-    """OpenTelemetry's messages (``role`` and ``parts``) or plain chat messages; the system instructions are a list of
-    parts."""
+    """OpenTelemetry's messages (``role`` and ``parts``) or plain chat messages; system instructions are parts alone."""
     if not isinstance(attributes.get(name), str):
         return []
     written = parse_json(str(attributes[name]), name)

@@ -12,10 +12,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from agl_slime.errors import PromptError
-from agl_slime.tokens.fields import AnswerFields
+from agl_slime.tokens.fields import AnswerFields, Message
+from agl_slime.tokens.rendering import rendered_or_none
 
-Message = dict[str, Any]
 LaterSystems = Literal["in_place", "user", "first"]
 
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -32,7 +31,9 @@ class SystemMessages:
     """The system messages that one template accepts; ``fields`` are the template's."""
 
     def __init__(self, fields: AnswerFields, later: LaterSystems) -> None:
-        self._fields, self._render, self._later = fields, fields.render, later
+        self._fields, self._later = fields, later
+        self._rendered = functools.partial(rendered_or_none, fields.render, generation_prompt=True)
+        self._writes = functools.cache(self._writes_in_place)
 
     def arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
         """``messages`` with system messages only where the template writes them; developer messages become system
@@ -40,60 +41,40 @@ class SystemMessages:
         roles = [message.get("role") for message in messages]
         if SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
             return messages
-        if "developer" in roles and not self._writes_developers:
+        if "developer" in roles and not self._writes("developer", "user"):
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         systems = [message for message in messages if message.get("role") in SYSTEM_ROLES]
-        if systems == messages[:1] or self._writes_systems:
+        if systems == messages[:1] or self._writes("system", "system", "user", "assistant", "system", "user"):
             return messages
         rest = [message for message in messages if message.get("role") not in SYSTEM_ROLES]
         if self._later == "first":
             return [_joined(systems), *rest]
-        first = next(
-            (n for n, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
-        )
+        others = (n for n, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES)
+        first = next(others, len(messages))
         arranged = [_joined(messages[:first])] if first else []
         for message in messages[first:]:
             reminder, last = message.get("role") in SYSTEM_ROLES, arranged[-1].get("role") if arranged else None
             moved = {"role": "user", "content": message.get("content")} if reminder else message
             at_result = reminder and last == "tool" and self._later == "in_place" and self._users_disturb
-            if at_result or (moved["role"] == last == "user" and not self._writes_users_in_a_row):
+            if at_result or (moved["role"] == last == "user" and not self._writes("user", "user")):
                 arranged[-1] = _appended(arranged[-1], message)
             else:
                 arranged.append(moved)
         return arranged
 
     @functools.cached_property
-    def _writes_systems(self) -> bool:
-        """Whether a later system message is written at its place."""
-        return self._writes("system", "system", "user", "assistant", "system", "user")
-
-    @functools.cached_property
-    def _writes_developers(self) -> bool:
-        return self._writes("developer", "user")
-
-    @functools.cached_property
-    def _writes_users_in_a_row(self) -> bool:
-        return self._writes("user", "user")
-
-    @functools.cached_property
     def _users_disturb(self) -> bool:
         """Whether the template refuses a user message after a tool result, or drops the thinking before it."""
         step = [*map(self._fields.with_thinking_field, _STEP)]
-        try:
-            rendered = self._render(step, True)
-        except PromptError:
-            return False
-        try:
-            with_user = self._render([*step, {"role": "user", "content": "?"}], True)
-        except PromptError:
-            return True
-        return _SENTINEL in rendered and _SENTINEL not in with_user
+        alone, with_user = self._rendered(step), self._rendered([*step, {"role": "user", "content": "?"}])
+        if alone is None or with_user is None:
+            return alone is not None
+        return _SENTINEL in alone and _SENTINEL not in with_user
 
-    def _writes(self, *roles: str) -> bool:
+    def _writes_in_place(self, *roles: str) -> bool:
+        """Whether messages of these roles are accepted, and each written at its place."""
         messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]
-        try:
-            text = self._render(messages, True)
-        except PromptError:
+        if (text := self._rendered(messages)) is None:
             return False
         places = [text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)

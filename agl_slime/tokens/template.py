@@ -24,14 +24,13 @@ from typing import Any, Generic, TypeVar
 from agl_slime.errors import PromptError
 from agl_slime.tokens.blanks import match_end
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.fields import AnswerFields
-from agl_slime.tokens.formats import find_format
+from agl_slime.tokens.fields import AnswerFields, Message, Render
+from agl_slime.tokens.formats import ToolParser, find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
-from agl_slime.tokens.rendering import Renderer, renderer
+from agl_slime.tokens.rendering import Renderer, rendered_or_none, renderer
 from agl_slime.tokens.systems import LaterSystems, SystemMessages, text_of
-from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
+from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template, template_source
 
-Message = dict[str, Any]
 T = TypeVar("T")
 
 # Members of a group are claimed one after the other, so a few first prompts are enough.
@@ -40,17 +39,13 @@ _MAX_KEY_BYTES = 2_000_000
 
 # An answer in renderings that show the text after it; letters only, so that no template trims or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
-_QUESTIONS: list[Message] = [
-    {"role": "user", "content": "?"},
-    {"role": "assistant", "content": _SENTINEL},
-    {"role": "user", "content": "?"},
-]
+_QUESTION: Message = {"role": "user", "content": "?"}
+_QUESTIONS: list[Message] = [_QUESTION, {"role": "assistant", "content": _SENTINEL}, _QUESTION]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages as text, and the generation prompt after them; ``None`` when that is not separable and is in the
-    text."""
+    """Messages as text, and the generation prompt after them; ``None`` when that is in the text and not separable."""
 
     text: str
     generation_prompt: str | None
@@ -72,8 +67,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class RewrittenHistory:
-    """The template renders the history differently with the new messages. ``drops_thinking``: only earlier thinking is
-    missing."""
+    """The template renders the history differently with new messages; ``drops_thinking``: without earlier thinking."""
 
     drops_thinking: bool = False
 
@@ -113,13 +107,12 @@ class ChatTemplate:
         self._has_tail = False
         self.generation_prompt_ids: dict[tuple[str, int], tuple[list[int], int]] = {}
         """By generation prompt and the id before it: its ids, and the number of open token boundaries before them."""
-        source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
-        self.source = source if isinstance(source, str) else ""
+        self.source = template_source(tokenizer, self.kwargs)
         self._call_format = CallFormat(lambda messages, prompting: self._renderer(messages, prompting))
         self.fields = AnswerFields(self._render_calls, self.source)
         self._systems = SystemMessages(self.fields, later_systems)
         # a template that writes the time, or whose source is unknown, may render the same messages differently
-        repeats = isinstance(source, str) and "strftime_now" not in source
+        repeats = self.source and "strftime_now" not in self.source
         self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
@@ -172,18 +165,17 @@ class ChatTemplate:
     @functools.cached_property
     def opens_thinking(self) -> bool:
         """Whether the generation prompt opens a block of thinking."""
-        try:
-            prompt = self._render_arranged(_QUESTIONS[:1], True)
-        except PromptError:
-            return False
-        return opens_thinking(prompt, self.fields.marks)
+        prompt = rendered_or_none(self._render_arranged, _QUESTIONS[:1], True)
+        return prompt is not None and opens_thinking(prompt, self.fields.marks)
 
     @functools.cached_property
     def reader(self) -> AnswerReader:
         """The reader of answers to prompts of this template; it reads calls if there are tools and a parser."""
-        parser = find_format(self.tokenizer, self.kwargs) if self.tools else None
-        options: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
-        return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **options)
+        return self.reader_with(find_format(self.tokenizer, self.kwargs) if self.tools else None)
+
+    def reader_with(self, parser: ToolParser | None) -> AnswerReader:
+        """``reader`` with another parser of calls, or none."""
+        return reader_for(self.tokenizer, opened=self.opens_thinking, parser=parser, template_kwargs=self.kwargs)
 
     @functools.cached_property
     def closing(self) -> str:
@@ -200,8 +192,7 @@ class ChatTemplate:
         return tuple(filter(None, getattr(self.tokenizer, "get_added_vocab", dict)()))
 
     def begins_with_added_token(self, text: str) -> bool:
-        """Whether ``text`` begins with an added token. Tokenizers split there before BPE: no merge crosses its left
-        edge."""
+        """Whether ``text`` begins with an added token: tokenizers split there, so no merge crosses its left edge."""
         return text.startswith(self._added_tokens)
 
     def addition(
@@ -284,8 +275,7 @@ class ChatTemplate:
 
 
 class PlainTextTemplate(ChatTemplate):
-    """The template of a tokenizer without one: the contents of a text (a message of role ``text``), of answers and of
-    further texts, concatenated."""
+    """The template of a tokenizer without one: the contents of messages of role ``text`` and of answers, joined."""
 
     begins_with_special_tokens = True
 
@@ -347,9 +337,6 @@ def _key(messages: Sequence[Any]) -> bytes | None:
         return None
 
 
-Render = Callable[[Sequence[Message], bool], str]
-
-_QUESTION: Message = {"role": "user", "content": "?"}
 _OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "SENTINELname", "arguments": {"x": 1}}}
 
 
@@ -357,7 +344,7 @@ class CallFormat:
     """The form that one template accepts; ``render`` is the template's."""
 
     def __init__(self, render: Render) -> None:
-        self._render = render
+        self._rendered = functools.partial(rendered_or_none, render, generation_prompt=True)
 
     def convert(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not any(message.get("tool_calls") for message in messages):
@@ -371,7 +358,7 @@ class CallFormat:
         """Whether the template refuses arguments as objects and accepts JSON in a string (DeepSeek-V3)."""
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_OBJECTS]}]
         as_text = [_with_arguments_as_text(message) for message in called]
-        return self._render_or_none(called) is None and self._render_or_none(as_text) is not None
+        return self._rendered(called) is None and self._rendered(as_text) is not None
 
     @functools.cached_property
     def _with_ids(self) -> Callable[[Sequence[Message]], Iterable[Message]]:
@@ -383,16 +370,10 @@ class CallFormat:
         if self._takes_arguments_as_text:
             called = [_with_arguments_as_text(message) for message in called]
         short = functools.partial(_with_ids, _short)
-        if (text := self._render_or_none(called)) is None:
-            return short if self._render_or_none([*short(called)]) is not None else iter
+        if (text := self._rendered(called)) is None:
+            return short if self._rendered([*short(called)]) is not None else iter
         named = call["id"] in text and call["function"]["name"] not in text
         return functools.partial(_with_ids, _naming) if named else iter
-
-    def _render_or_none(self, messages: Sequence[Message]) -> str | None:
-        try:
-            return self._render(messages, True)
-        except PromptError:
-            return None
 
 
 def _with_arguments_as_text(message: Message) -> Message:
@@ -426,10 +407,8 @@ def _with_ids(new_id: Callable[[str, str, int], str], messages: Iterable[Message
             message = {**message, "tool_calls": named}
         elif message.get("role") == "tool":
             client_id = message.get("tool_call_id")
-            message = {
-                **message,
-                "tool_call_id": ids.get(client_id) or new_id(str(client_id), "", 0) if client_id else next(last, ""),
-            }
+            identity = ids.get(client_id) or new_id(str(client_id), "", 0) if client_id else next(last, "")
+            message = {**message, "tool_call_id": identity}
         yield message
 
 

@@ -30,8 +30,7 @@ def _names(source: str) -> tuple[str, ...]:
 
 
 def thinking_argument(template: Any) -> str:
-    """The argument of a ``ChatTemplate`` that keeps earlier thinking, as ``NAME=true`` or ``NAME=false``; empty if it
-    has none."""
+    """The argument of a ``ChatTemplate`` that keeps earlier thinking, as ``NAME=true`` or ``NAME=false``, or empty."""
     thought = {template.fields.thinking or "": _PROBE}
     probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
     for arguments in ({}, *({name: value} for name in _names(template.source) for value in (True, False))):

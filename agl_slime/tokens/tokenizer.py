@@ -82,6 +82,12 @@ class HashedArguments(dict[str, Any]):
         return hash(repr(self))
 
 
+def template_source(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> str:
+    """The text of the chat template, or of the one in ``template_kwargs``; empty where it is unknown."""
+    source = (template_kwargs or {}).get("chat_template") or getattr(tokenizer, "chat_template", None)
+    return source if isinstance(source, str) else ""
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", True))  # a tokenizer without the attribute renders by itself
 
@@ -109,8 +115,7 @@ def render_chat(
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """``tokenizer.encode``; of a tokenizer that encodes as transformers does, without the offsets of its tokens, which
-    take a third of the time."""
+    """``tokenizer.encode``; where that is transformers', without the offsets, which take a third of the time."""
     if _encodes_as_transformers(type(tokenizer)) and "encode" not in vars(tokenizer):
         backend = tokenizer.backend_tokenizer
         splits = tokenizer.split_special_tokens or backend.encode_special_tokens

@@ -1,5 +1,4 @@
-"""``Turn``: one model call with the exact tokens. ``Trajectory``: a rollout for its agent, its reward function and the
-report."""
+"""``Turn``: one model call with the exact tokens. ``Trajectory``: a rollout for its agent, reward and report."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from agl_slime.engine.client.generation import Generation
 
 
-TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]
 
 
@@ -37,8 +35,7 @@ class Turn:
 
     The prompt begins with the first ``kept_tokens`` tokens (prompt and response) of turn number ``base_turn`` of the
     rollout; ``fork`` is the reason when these are not all of them. A turn of another recorder has ``None``, 0 and
-    ``None``. ``untrained`` is the reason why the response is context only (``role:judge``, ``constrained``); empty for
-    a trained one.
+    ``None``. ``untrained`` is the reason why the response is context only (``role:judge``, ``constrained``), or empty.
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
     response id. Both are ``None`` unless they were requested; ``filed`` is the place of large ones in a file.
@@ -59,7 +56,7 @@ class Turn:
     messages: Messages | None = None
     latency_s: float = 0.0
     resumed: int = 0
-    token_source: TokenSource = "engine"
+    token_source: Literal["engine", "retokenized"] = "engine"
     base_turn: int | None = None
     kept_tokens: int = 0
     fork: ForkReason | None = None
@@ -202,12 +199,9 @@ class Trajectory:
         return is_truncated(self.stop_reason) or (bool(self.turns) and is_truncated(self.turns[-1].finish_reason))
 
 
-TRUNCATING_REASONS = frozenset(
-    {"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"}
-)
-"""Stop reasons of a rollout or call that was cut off."""
+_TRUNCATING = {"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"}
 
 
 def is_truncated(stop_reason: str) -> bool:
     """Whether a rollout (or a call) that stopped for ``stop_reason`` was cut off."""
-    return stop_reason in TRUNCATING_REASONS
+    return stop_reason in _TRUNCATING

@@ -17,8 +17,8 @@ from typing import Any
 
 from agl_slime.engine.client.generation import ImageInput
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.tokens.codec import token_array
-from agl_slime.tokens.images import MARK, Image, find_image
+from agl_slime.tokens.codec import find_ids, token_array
+from agl_slime.tokens.images import MARK, Image, images_in_use
 from agl_slime.tokens.tokenizer import render_chat
 
 logger = logging.getLogger(__name__)
@@ -59,18 +59,12 @@ class VisionTokenizer:
         return len(self._tokenizer)
 
     def __reduce__(self) -> Any:
-        return _restore, (self._tokenizer, self._given_processor, self._path)
+        return functools.partial(VisionTokenizer, path=self._path), (self._tokenizer, self._given_processor)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if "\ufdd0" in text:
             text = MARK.sub(lambda mark: self._text(mark[1]) or mark[0], text)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        return self._tokenizer.decode(token_ids, **options)
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        return self._tokenizer.apply_chat_template(conversation, **options)
 
     def prepare(self, images: Iterable[Image]) -> None:
         """Compute the tokens of these images, as slow as decoding each picture. Raises ``PromptError`` if the model's
@@ -88,7 +82,7 @@ class VisionTokenizer:
         end, outside = 0, []
         for image in images:
             ids = token_array(self.encode(self._text_of(image)), name="an image's ids")
-            start = _find(prompt, ids.tobytes(), end)
+            start = find_ids(prompt, ids.tobytes(), end)
             if start < 0:
                 raise PromptError("the chat template omits an image, or moves it: it cannot be trained on")
             sent += [*prompt_ids[end:start], *written]
@@ -132,7 +126,7 @@ class VisionTokenizer:
         return written
 
     def _text(self, sha: str) -> str | None:
-        if (text := self._texts.get(sha)) is None and (image := find_image(sha)) is not None:
+        if (text := self._texts.get(sha)) is None and (image := images_in_use.get(sha)) is not None:
             text = self._text_of(image)
         return text
 
@@ -155,18 +149,6 @@ class VisionTokenizer:
             return self._processor(text=[text], images=list(pictures), **_PROCESSOR_OPTIONS)
         except (ImportError, TypeError, ValueError, OSError) as error:
             raise PromptError(f"the model's processor cannot read an image: {str(error)[:300]}") from error
-
-
-def _find(prompt: bytes, ids: bytes, start: int) -> int:
-    """The index of int32 ids in a prompt, from index ``start`` on; -1 if they are missing."""
-    index = prompt.find(ids, 4 * start)
-    while index >= 0 and index % 4:
-        index = prompt.find(ids, index + 1)
-    return index // 4 if index >= 0 else -1
-
-
-def _restore(tokenizer: Any, processor: Any, path: str) -> VisionTokenizer:
-    return VisionTokenizer(tokenizer, processor, path=path)
 
 
 def _load_processor(path: str) -> Any:

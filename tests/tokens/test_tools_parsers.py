@@ -454,7 +454,8 @@ def test_rendered_answer_is_parsed_back(kind, listed, content, reasoning):
     if kind == "llama_json" and listed:
         content = ""
     parser, text = get_tool_parser(kind), written(kind, listed, content, thought or None)
-    reader = reader_for(tokenizer_of(kind), opened=False, offered=True)
+    tokenizer = tokenizer_of(kind)
+    reader = reader_for(tokenizer, opened=False, parser=parser_for(tokenizer))
     parts = reader.read(text)
     expected = [(name, as_written(kind, arguments)) for name, arguments in listed]
     assert [(call.name, dict(call.arguments)) for call in parts.calls] == expected
@@ -474,7 +475,8 @@ def test_visible_text_is_a_prefix_of_the_whole(kind, listed, content, thought, c
     assume(writable(kind, listed))
     text = written(kind, listed, content, thought.strip() or None)
     text = text if closed else text.replace(FORMATS[kind].thinking[1], "", 1)
-    reader = reader_for(tokenizer_of(kind), opened=False, offered=True)
+    tokenizer = tokenizer_of(kind)
+    reader = reader_for(tokenizer, opened=False, parser=parser_for(tokenizer))
     whole, last = reader.read(text), AnswerParts()
     for end in range(len(text) + 1):
         visible = reader.visible_parts(text[:end])
@@ -490,7 +492,7 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     call = written(kind, [("look", {"key": "kz"})]).strip()
     ids = tokenizer.encode(call, add_special_tokens=False)
-    reader, parser = reader_for(tokenizer, opened=False, offered=True), get_tool_parser(kind)
+    reader, parser = reader_for(tokenizer, opened=False, parser=parser_for(tokenizer)), get_tool_parser(kind)
     assert [each.name for each in reader.read(call, ids).calls] == ["look"]
     spelled = spell(tokenizer, call)
     assert tokenizer.decode(spelled) == call
@@ -508,7 +510,7 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
 def test_stream_parts_extend_the_visible_text(stream: bool) -> None:
     """A spelled end of thinking ends it only in a stream, which has sent the text after it as content."""
     tokenizer = tokenizer_of("hermes", opens=True)
-    reading = Reading(reader_for(tokenizer, opened=True, offered=True), ())
+    reading = Reading(reader_for(tokenizer, opened=True, parser=parser_for(tokenizer)), ())
     text = "I write </think> then.</think>Yes."
     ids = (*spell(tokenizer, "I write </think> then."), *tokenizer.encode("</think>Yes.", add_special_tokens=False))
     generation = Generation(output_ids=ids, log_probs=(0.0,) * len(ids), text=text, finish_reason="stop")

@@ -9,33 +9,12 @@ from typing import Any
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
+from agl_slime.tokens.formats import json_calls, literals, tagged
 from agl_slime.tokens.formats.base import ToolParser, cut_at_marks, get_tool_parser, read_object, register_tool_parser
 from agl_slime.tokens.formats.harmony import HarmonyParser
-from agl_slime.tokens.formats.json_calls import (
-    CohereParser,
-    DeepSeekV3Parser,
-    DeepSeekV31Parser,
-    FunctionaryParser,
-    HermesParser,
-    KimiParser,
-    LlamaJsonParser,
-    MiniMaxM1Parser,
-    MistralArgsParser,
-    MistralParser,
-    NemotronV2Parser,
-    SolarParser,
-)
-from agl_slime.tokens.formats.literals import Gemma4Parser, Lfm2Parser
-from agl_slime.tokens.formats.tagged import (
-    DsmlParser,
-    GlmParser,
-    HunyuanParser,
-    MiniMaxParser,
-    QwenXmlParser,
-    SeedParser,
-    types_of,
-)
-from agl_slime.tokens.tokenizer import ChatTokenizer, HashedArguments, render_chat
+from agl_slime.tokens.formats.json_calls import HermesParser
+from agl_slime.tokens.formats.tagged import types_of
+from agl_slime.tokens.tokenizer import ChatTokenizer, HashedArguments, render_chat, template_source
 
 __all__ = [
     "UNREAD_FORMAT",
@@ -52,10 +31,11 @@ __all__ = [
 
 # a format comes after the formats whose templates have its marks, too
 _FORMATS: tuple[type[ToolParser], ...] = (
-    *(HarmonyParser, KimiParser, SolarParser, DsmlParser, DeepSeekV3Parser, DeepSeekV31Parser, MiniMaxParser),
-    *(HunyuanParser, SeedParser, GlmParser, QwenXmlParser, FunctionaryParser, Gemma4Parser, Lfm2Parser),
-    *(MistralArgsParser, MistralParser, NemotronV2Parser, MiniMaxM1Parser, CohereParser),
-    *(HermesParser, LlamaJsonParser),
+    *(HarmonyParser, json_calls.KimiParser, json_calls.SolarParser, tagged.DsmlParser, json_calls.DeepSeekV3Parser),
+    *(json_calls.DeepSeekV31Parser, tagged.MiniMaxParser, tagged.HunyuanParser, tagged.SeedParser, tagged.GlmParser),
+    *(tagged.QwenXmlParser, json_calls.FunctionaryParser, literals.Gemma4Parser, literals.Lfm2Parser),
+    *(json_calls.MistralArgsParser, json_calls.MistralParser, json_calls.NemotronV2Parser, json_calls.MiniMaxM1Parser),
+    *(json_calls.CohereParser, HermesParser, json_calls.LlamaJsonParser),
 )
 UNREAD_FORMAT = (
     "the chat template asks for tool calls in a format without a parser: set tool_parser to a format that "
@@ -76,10 +56,7 @@ def parser_for(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | No
 def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser | None:
     """The parser that reads the call that the template writes. If the template writes none, or refuses it: the parser
     whose marks are in the template's source, or else in the vocabulary (but for Hermes'); ``None`` without marks."""
-    kwargs = dict(template_kwargs or {})
-    source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    source = source if isinstance(source, str) else ""
-    return _find(tokenizer, source, HashedArguments(kwargs))
+    return _find(tokenizer, template_source(tokenizer, template_kwargs), HashedArguments(template_kwargs or {}))
 
 
 @functools.lru_cache(maxsize=64)
@@ -92,11 +69,8 @@ def _find(tokenizer: Any, source: str, kwargs: HashedArguments) -> ToolParser | 
         return None  # a call that no parser reads
     vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
     # Hermes' token is in the vocabularies of many models that write other formats
-    inherited = (
-        form()
-        for form in _FORMATS
-        if form is not HermesParser and not vocabulary.keys().isdisjoint(form.template_marks)
-    )
+    candidates = (form for form in _FORMATS if form is not HermesParser)
+    inherited = (form() for form in candidates if not vocabulary.keys().isdisjoint(form.template_marks))
     return next(iter(asked_for), None) or next(inherited, None)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 
+MAX_ENDS = 16  # end marks that are tried for one call
 _MAX_UNREAD = 256  # marks without a call, as in an answer that repeats itself; the rest is text
 
 
@@ -85,8 +86,10 @@ class BlockParser(ToolParser):
     closing: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     sectioned = False
-    starts = re.compile(r"\s*[\[{]")
-    """The beginning of a call after ``begin``, to recognize one that is not closed."""
+    head = re.compile(r"\s*[\[{]")
+    """The beginning of a call after ``begin``."""
+    starts: re.Pattern[str] | None = None
+    """The same of a call that is not closed, where that is another one."""
 
     @property
     def tokens(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -143,7 +146,8 @@ class BlockParser(ToolParser):
         end = text.find(self.end, start) if self.end else -1
         if end >= 0 and not 0 <= following < end:
             return _after(text, end + len(self.end), self.closing)
-        return (following if following >= 0 else len(text)) if self.starts.match(text, start) else None
+        begun = (self.starts or self.head).match(text, start)
+        return (following if following >= 0 else len(text)) if begun else None
 
 
 def _last(text: str, marks: tuple[str, ...], end: int) -> int:

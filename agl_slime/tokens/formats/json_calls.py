@@ -97,10 +97,10 @@ class MistralParser(BlockParser):
     call_grammar, between = ('{"name": "NAME", "arguments": ', "}", "json"), ", "
     section = "[TOOL_CALLS][", "]"
     starts = re.compile(r"\s*(?:[\[{]|[\w./-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))")
-    _head = re.compile(r"\s*([\w./-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+    head = re.compile(r"\s*([\w./-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
     def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
-        head = self._head.match(text, start)
+        head = self.head.match(text, start)
         if head is None:
             return calls_of_json(text, start, "")
         value, end = json_at(text, head.end())
@@ -116,22 +116,22 @@ class MistralArgsParser(MistralParser):
 
 
 class NamedJsonParser(BlockParser):
-    """A format with names before the JSON of the arguments: ``head`` matches after ``begin``, ``tail`` after the
-    arguments."""
+    """A format with names (in ``head``) before the JSON of the arguments, and the marks ``tail`` before ``end``."""
 
-    head: re.Pattern[str]
-    tail: re.Pattern[str]
+    tail: tuple[str, ...] = ()
 
     def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         head = self.head.match(text, start)
         if head is None:
             raise ValueError("no name")
-        value, end = json_at(text, head.end())
-        tail = self.tail.match(text, end)
-        if tail is None:
-            raise ValueError("the call is not closed")
+        value, position = json_at(text, head.end())
+        for mark in (*self.tail, self.end):
+            position = skip_blanks(text, position)
+            if not text.startswith(mark, position):
+                raise ValueError("the call is not closed")
+            position += len(mark)
         call = ToolCall(name=head["name"], arguments=read_object(value), id=head.groupdict().get("id") or "")
-        return [call], tail.end()
+        return [call], position
 
 
 @register_tool_parser("kimi", "kimi_k2")
@@ -144,8 +144,6 @@ class KimiParser(NamedJsonParser):
     closing = "<|tool_calls_section_end|>", "<|tool_call_section_end|>"
     template_marks = inner = ("<|tool_call_argument_begin|>",)
     head = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]*[\w-])(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
-    starts = head
-    tail = re.compile(r"\s*<\|tool_call_end\|>")
     call_grammar = "<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json"
     section, between = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ""
 
@@ -168,8 +166,7 @@ class DeepSeekV3Parser(_DeepSeekParser):
 
     template_marks = ("<｜tool▁sep｜>",)
     head = re.compile(r"\s*function<｜tool▁sep｜>(?P<name>[^\n<`]+)\n```json\s*")
-    starts = head
-    tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
+    tail = ("```",)
     call_grammar = ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>", "json")
 
 
@@ -179,8 +176,6 @@ class DeepSeekV31Parser(_DeepSeekParser):
 
     template_marks = ("<｜tool▁sep｜>",)
     head = re.compile(r"\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>")
-    starts = head
-    tail = re.compile(r"\s*<｜tool▁call▁end｜>")
     call_grammar, between = ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "json"), ""
 
 
@@ -192,8 +187,6 @@ class SolarParser(NamedJsonParser):
     opening, closing = ("<|tool_calls|>",), ()
     template_marks = ("<|tool_call:begin|>",)
     head = re.compile(r"\s*(?P<id>\w*)\s*<\|tool_call:name\|>(?P<name>[^\s<]+)<\|tool_call:args\|>")
-    starts = head
-    tail = re.compile(r"\s*<\|tool_call:end\|>")
 
 
 @register_tool_parser("functionary")
@@ -203,8 +196,6 @@ class FunctionaryParser(NamedJsonParser):
     begin, end = "<function=", "</function>"
     template_marks = ("<function=",)
     head = re.compile(r"(?P<name>[^>\s<]+)>\s*(?=\{)")
-    starts = head
-    tail = re.compile(r"\s*</function>")
     call_grammar, between = ("<function=NAME>", "</function>", "json"), ""
 
 

@@ -7,10 +7,9 @@ import re
 from typing import Any
 
 from agl_slime.tokens.answer import ToolCall
-from agl_slime.tokens.formats.base import BlockParser, read_object, register_tool_parser, skip_blanks
+from agl_slime.tokens.formats.base import MAX_ENDS, BlockParser, read_object, register_tool_parser, skip_blanks
 from agl_slime.tokens.formats.json_calls import calls_of_json
 
-_MAX_ENDS = 16
 _CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
 
 
@@ -25,7 +24,7 @@ class Lfm2Parser(BlockParser):
         if re.compile(r"\s*\[?\s*\{").match(text, start):
             return calls_of_json(text, start, self.end)
         end = text.find(self.end, start)
-        for _ in range(_MAX_ENDS):
+        for _ in range(MAX_ENDS):
             if end < 0:
                 break
             try:
@@ -79,13 +78,13 @@ class Gemma4Parser(BlockParser):
     begin, end = "call:", "<tool_call|>"
     opening = template_marks = ("<|tool_call>",)
     tokens = "<|tool_call>", "<tool_call|>", '<|"|>'  # type: ignore[assignment]
-    starts = _head = re.compile(r"([^\s{<]+)\s*(?=\{)")
+    head = re.compile(r"([^\s{<]+)\s*(?=\{)")
     _key = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|([^\s:,{}\[\]]+))\s*:', re.DOTALL)
     _plain = re.compile(r"[^,{}\[\]<]+")
     _quote = '<|"|>'
 
     def read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
-        head = self._head.match(text, start)
+        head = self.head.match(text, start)
         if head is None:
             raise ValueError("no name")
         arguments, value_end = self._value(text, head.end())

@@ -1,5 +1,4 @@
-"""Formats that write each argument as text between its own marks, and the conversion of arguments from text to the
-types of the tool's JSON schema."""
+"""Formats that write each argument as text between its own marks, and its conversion to the type of the schema."""
 
 from __future__ import annotations
 
@@ -11,26 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from agl_slime.tokens.answer import ToolCall
-from agl_slime.tokens.formats.base import BlockParser, register_tool_parser, skip_blanks
-
-
-class UntypedParser(BlockParser):
-    """A format that writes all values as text."""
-
-    def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
-        root = parameters or {}
-        schemas = root.get("properties")
-        schemas = schemas if isinstance(schemas, Mapping) else {}
-        arguments = {}
-        for name, value in call.arguments.items():
-            schema = schemas.get(name)
-            arguments[name] = _one_of(_typed(value, types_of(schema, root)), schema)
-        return replace(call, arguments=arguments)
+from agl_slime.tokens.formats.base import MAX_ENDS, BlockParser, register_tool_parser, skip_blanks
 
 
 def _one_of(value: Any, schema: Any) -> Any:
-    """The value without the blanks around it, where only so it is one that ``enum`` lists: grammars of XML allow
-    blanks."""
+    """The value without the blanks around it, where only so ``enum`` lists it: grammars of XML allow blanks."""
     choices = _listed(schema.get("enum")) if isinstance(schema, Mapping) else []
     return value.strip() if isinstance(value, str) and value not in choices and value.strip() in choices else value
 
@@ -95,15 +79,11 @@ def _literal(text: str) -> Any:
         return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
 
 
-_MAX_ENDS = 16  # end marks that are tried for one call
-
-
-class TaggedParser(UntypedParser):
+class TaggedParser(BlockParser):
     """Calls with tagged arguments: ``head`` matches a call's name after ``begin``, ``key`` an argument's name with the
     mark after it; ``value_end`` ends a value, which may contain end marks if its own end follows. The next key ends a
     value that is not closed, as in SGLang and vLLM; with ``open_last`` so do the marks that end call and section."""
 
-    head: re.Pattern[str]
     key: re.Pattern[str]
     value_end: str
     open_last = False
@@ -113,7 +93,7 @@ class TaggedParser(UntypedParser):
         if head is None:
             raise ValueError("no name")
         first = end = text.find(self.end, head.end())
-        for _ in range(_MAX_ENDS):
+        for _ in range(MAX_ENDS):
             if end < 0 or self.begin in text[first:end]:  # the end may be the next call's
                 break
             call_end = end + len(self.end)
@@ -146,6 +126,16 @@ class TaggedParser(UntypedParser):
     def value(self, key: re.Match[str], text: str) -> object:
         """The value of an argument from its text."""
         return text
+
+    def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+        root = parameters or {}
+        schemas = root.get("properties")
+        schemas = schemas if isinstance(schemas, Mapping) else {}
+        arguments = {}
+        for name, value in call.arguments.items():
+            schema = schemas.get(name)
+            arguments[name] = _one_of(_typed(value, types_of(schema, root)), schema)
+        return replace(call, arguments=arguments)
 
 
 @register_tool_parser("qwen_xml", "qwen3_coder")
