@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from agl_slime.tokens.images import Image, ImageSettings, from_pil, images_in, r
 _KINDS = ("image_url", "input_image", "image")  # no sets: clients send lists and objects, too
 _FETCH_TIMEOUT_S = 20.0
 _SHOWS = ("user", "tool")
+_CONTENT = methodcaller("get", "content")  # no line of Python for each message of a long history
 Images = MutableMapping[str, Image]
 
 
@@ -104,7 +106,7 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
 
 async def take_images(messages: list[dict[str, Any]], images: Images, settings: ImageSettings) -> tuple[Image, ...]:
     """The images of ``messages``, in order. Messages with content parts are replaced by ``mark_images``."""
-    contents = [message.get("content") for message in messages]
+    contents = [*map(_CONTENT, messages)]
     for index, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
         if isinstance(content, list) and any(map(is_image, content)):
             messages[index] = await mark_images(messages[index], images, settings)
