@@ -81,11 +81,9 @@ async def run_rollouts(
     max_in_flight: int | None = None,
     cancel_reason: str = "aborted",
 ) -> AsyncIterator[MemberResult]:
-    """The results of one rollout per group, in the order in which they end. None is trained on.
-
-    ``enqueue`` runs on the source's thread, and again for rollouts that a restarted store has lost. When the iteration
-    ends early, unfinished rollouts are cancelled for ``cancel_reason``, in the ledger and in the store.
-    """
+    """The results of one rollout per group, in the order in which they end. None is trained on. ``enqueue`` runs on the
+    source's thread, and again for rollouts that a restarted store has lost. When the iteration ends early, unfinished
+    rollouts are cancelled for ``cancel_reason``, in the ledger and in the store."""
     loop, remaining = asyncio.get_running_loop(), iter(groups)
     ends: asyncio.Queue[tuple[str, GroupResult | None]] = asyncio.Queue()
     in_flight: dict[str, TaskGroup] = {}

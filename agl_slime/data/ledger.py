@@ -74,11 +74,9 @@ def ledger_checkpoints(path: Path) -> set[int]:
 
 
 class Ledger:
-    """A ledger in memory, in a file (``path``), or in a ``Database`` whose transactions it joins. Thread-safe.
-
-    A rollout may have an *instance* (task), which can be finished several times (epochs). An existing file is
-    continued: rollouts that were open or ready when the process died still are.
-    """
+    """A ledger in memory, in a file (``path``), or in a ``Database`` whose transactions it joins. Thread-safe. A
+    rollout may have an *instance* (task), which can be finished several times (epochs). An existing file is continued:
+    rollouts that were open or ready when the process died still are."""
 
     def __init__(self, *, path: Path | str | None = None, database: Database | None = None) -> None:
         self._database = database or Database(path=path)

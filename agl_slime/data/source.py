@@ -130,10 +130,8 @@ class GroupSource:
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Up to ``num_samples`` groups, oldest first; waits until that many are ready or no more can become ready.
-
         Fewer groups come back when no rollout is in flight any more, or at the deadline. Raises ``DataSourceError``
-        when there is none at the deadline: an empty list would make slime's default rollout function spin.
-        """
+        when there is none at the deadline: an empty list would make slime's default rollout function spin."""
         if self._store is None:
             return self.delivery.placeholders(num_samples, self.n_samples_per_prompt)
         self.follower.begin()

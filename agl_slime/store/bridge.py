@@ -261,11 +261,8 @@ class BridgeStore(InMemoryLightningStore):
     ) -> list[str]:
         """Fail a dead runner: its attempts end as ``unresponsive`` and their rollouts are queued again, up to two times
         per rollout even if it has no attempt left; every time if another rollout is the ``cause``, which is not
-        forgiven. Returns the ids of these rollouts.
-
-        ``gone``: the runner has ended for good and gets no more rollouts, since an earlier request of it may still be
-        in flight. The cost is proportional to the rollouts in flight.
-        """
+        forgiven. Returns the ids of these rollouts. ``gone``: the runner has ended for good and gets no more rollouts,
+        since an earlier request of it may still be in flight. The cost is proportional to the rollouts in flight."""
         with self.collections.lock:
             if gone:
                 self._ended_workers.add(worker_id)

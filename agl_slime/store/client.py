@@ -219,10 +219,8 @@ def listen_for_ends(
 ) -> Callable[[], object]:
     """Call ``notify(rollout_id)`` for each rollout that ends in the store from now on, or is cancelled there. Calls may
     repeat, come on any thread, and concern other listeners' rollouts. The returned function unsubscribes.
-
     ``own_rollouts`` returns this listener's rollouts, whose status is looked up after an interruption of a remote
-    store's feed. Does nothing for stores without notifications.
-    """
+    store's feed. Does nothing for stores without notifications."""
     if isinstance(store, BridgeStore):
 
         def ended(rollout: Rollout) -> None:

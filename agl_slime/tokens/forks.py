@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 class ForkReason(StrEnum):
     """The reason why a turn starts a segment of its own. ``TEMPLATE`` and ``RETOKENIZATION`` are drift, to be looked
-    into; the agent caused the others, but for ``DROPPED_THINKING``.
-
-    Without a tokenizer ``TEMPLATE``, ``DROPPED_THINKING`` and ``RETOKENIZATION`` are counted as ``EDITED_HISTORY``.
-    """
+    into; the agent caused the others, but for ``DROPPED_THINKING``. Without a tokenizer ``TEMPLATE``,
+    ``DROPPED_THINKING`` and ``RETOKENIZATION`` are counted as ``EDITED_HISTORY``."""
 
     TEMPLATE = "template"
     """The template renders earlier messages differently once others follow: results omitted, regrouped, another end."""
@@ -108,11 +106,8 @@ def classify_fork(turn: Any, earlier_turns: Sequence[Any], tokenizer: ChatTokeni
 
 def _rendering_drift(earlier: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
     """The reason why ``prompt`` begins with the text of ``earlier`` but not with its ids: re-tokenization if the text
-    is the same, else the template's rendering.
-
-    ``earlier`` ends with a sampled answer; both begin at the same point of the conversation. ``None`` if the texts
-    differ in more than rendering.
-    """
+    is the same, else the template's rendering. ``earlier`` ends with a sampled answer; both begin at the same point of
+    the conversation. ``None`` if the texts differ in more than rendering."""
     earlier_text = tokenizer.decode(earlier.tolist(), skip_special_tokens=False)
     prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
     if prompt_text.startswith(earlier_text):

@@ -42,11 +42,9 @@ _MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_conten
 
 
 def spans_of_attempt(spans: Iterable[Span], attempt_id: str | None = None) -> list[Span]:
-    """The spans of one attempt by sequence id, each once. By default the attempt that began last.
-
-    A lost worker may still write spans to its dead attempt, so an attempt begins at its earliest span. Raises
-    ``TraceError`` when there are several attempts and their spans have no start times.
-    """
+    """The spans of one attempt by sequence id, each once. By default the attempt that began last. A lost worker may
+    still write spans to its dead attempt, so an attempt begins at its earliest span. Raises ``TraceError`` when there
+    are several attempts and their spans have no start times."""
     spans = list(spans)
     if attempt_id is None:
         attempt_id = _latest_attempt(spans)
@@ -344,11 +342,9 @@ def _unflatten(attributes: Attributes, prefix: str) -> list[ChatMessage]:
 
 @dataclass
 class Retokenizer:
-    """An encoder of the turns of one text-only rollout.
-
-    A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids, too: if the whole
-    text were tokenized, BPE could merge across the turns' boundaries, and every turn would fork.
-    """
+    """An encoder of the turns of one text-only rollout. A prompt that begins with the text of an earlier turn (prompt
+    and answer) begins with its ids, too: if the whole text were tokenized, BPE could merge across the turns'
+    boundaries, and every turn would fork."""
 
     tokenizer: ChatTokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -54,10 +54,8 @@ class Rendering:
 @dataclass(frozen=True, slots=True)
 class Addition:
     """The text after a sampled answer: ``text`` up to the end of the new messages, then ``generation_prompt``.
-    ``answer`` is the answer as the template itself writes it, with its own generation prompt.
-
-    ``rendering`` is of the whole conversation, if that was rendered.
-    """
+    ``answer`` is the answer as the template itself writes it, with its own generation prompt. ``rendering`` is of the
+    whole conversation, if that was rendered."""
 
     text: str
     generation_prompt: str
@@ -84,11 +82,9 @@ class SampledAnswer:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with one set of tools and template arguments.
-
-    ``prompt_cache`` has the first prompts of recent conversations, for the other members of a group; ``None`` if the
-    template may render the same messages differently the next time.
-    """
+    """The chat template of a tokenizer with one set of tools and template arguments. ``prompt_cache`` has the first
+    prompts of recent conversations, for the other members of a group; ``None`` if the template may render the same
+    messages differently the next time."""
 
     begins_with_special_tokens = False
     """Whether the first prompt has the special tokens that the tokenizer adds to a text; templates write them."""
