@@ -49,9 +49,7 @@ def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """slime's rollout function, called from a plain thread: ``rollout_batch_size`` groups, or evaluation results."""
-    if evaluation:
-        return run_blocking(_evaluate(args, data_source))
-    return run_blocking(_train(args, rollout_id, data_source))
+    return run_blocking(_evaluate(args, data_source) if evaluation else _train(args, rollout_id, data_source))
 
 
 async def generate_agent_rollout(

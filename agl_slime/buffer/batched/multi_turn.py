@@ -104,27 +104,9 @@ Predicate = Callable[[Mapping[str, Any]], bool]
 _NOT_IN_TRACES = frozenset({"input_ids", "labels", "logprobs", "turn_records", "segments"})
 
 
-class Rollout(ABC):
-    """Runs a list of trajectories; returns as many, in the same order, with ``messages``, ``turns``, ``stop_reason``
-    and ``truncated``."""
-
-    @abstractmethod
-    def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-        """Run ``trajectories`` to their ends."""
-
-    @classmethod
-    def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
-        ``ray.get(actor.__call__.remote(trajectories))``."""
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
-        return ray.remote(cls).remote(*args, **kwargs)
-
-
-class TurnsRollout(Rollout):
-    """A rollout in the agents' loop of turns.
+class TurnsRollout(ABC):
+    """A rollout in the agents' loop of turns: runs a list of trajectories, and returns as many, in the same order, with
+    ``messages``, ``turns``, ``stop_reason`` and ``truncated``.
 
     Args:
         tool_manager: A ``ToolManager`` (or twinkle's) for all trajectories, a list with one for each, or a function
@@ -136,6 +118,16 @@ class TurnsRollout(Rollout):
             taken; ``trace_callback`` selects trajectories, ``success_callback`` decides ``ok`` (by default: the model
             ended the trajectory).
     """
+
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
+        ``ray.get(actor.__call__.remote(trajectories))``."""
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
+        return ray.remote(cls).remote(*args, **kwargs)
 
     def __init__(
         self,

@@ -49,9 +49,8 @@ async def run_agent(agent: Any, data: Mapping[str, Any]) -> None:
     sampling = dict(data.get("sampling_params") or {})
     model = str(data.get("tokenizer_path") or "")
     store = BridgeStore()
-    await store.add_resources(
-        {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
-    )
+    llm = LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)
+    await store.add_resources({"main_llm": llm})
     limits: dict[str, Any] = {"timeout_s": float(data.get("rollout_timeout", 1800.0)), "resources_id": None}
     limits["seed"] = data.get("seed", 0)
 
