@@ -120,29 +120,6 @@ class Environment:
         digests = [task["digest"] for task in (*self.tasks, *(self.val_tasks or ()))]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
-    def gateway(self, settings: GatewaySettings | None = None) -> GatewaySettings:
-        """``settings`` with this environment's agents, which the gateway knows by model name."""
-        settings = settings or GatewaySettings()
-        several = tuple(self.trained) if len(self.trained) > 1 else ()
-        return replace(settings, untrained_models=tuple(self.untrained), trained_models=several)
-
-    def controller(self, settings: ControllerSettings | None = None, *, log: Path | None = None) -> ControllerSettings:
-        """``settings`` with the workers that play this environment's episodes. A worker on another host needs the file
-        environment.json beside ``log`` (docs/environments.md)."""
-        spec = {**self.spec, "trained": self.trained}
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            write_file(log.with_name("environment.json"), json.dumps(spec).encode())
-        if self.settings.keep_traces and log is not None:
-            spec["traces"] = str(log.resolve().parent / "environment")
-        command = WorkerCommand(
-            name="the environment's worker",
-            argv=_command(self.settings, "work", spec),
-            env=_variables(),
-            count=self.settings.workers,
-        )
-        return replace(settings or ControllerSettings(), python=self.settings.python, worker=command, log=log)
-
     def plan(
         self,
         *,
@@ -150,10 +127,26 @@ class Environment:
         controller: ControllerSettings | None = None,
         log: Path | None = None,
     ) -> RunnerPlan:
-        """The plan for ``OnlineRLLoop(runners=…)``; ``controller`` has the address for its workers."""
+        """The plan for ``OnlineRLLoop(runners=…)``; ``controller`` has the address for the workers that play this
+        environment's episodes. A worker on another host needs the file environment.json beside ``log``
+        (docs/environments.md)."""
         settings = settings or RunnerSettings()
-        settings = replace(settings, gateway=self.gateway(settings.gateway))
-        return RunnerPlan(kind="controller", settings=settings, controller=self.controller(controller, log=log))
+        agents = {"untrained_models": tuple(self.untrained)}  # which the gateway knows by model name
+        agents["trained_models"] = tuple(self.trained) if len(self.trained) > 1 else ()
+        settings = replace(settings, gateway=replace(settings.gateway or GatewaySettings(), **agents))
+        spec = {**self.spec, "trained": self.trained}
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            write_file(log.with_name("environment.json"), json.dumps(spec).encode())
+            spec |= {"traces": str(log.resolve().parent / "environment")} if self.settings.keep_traces else {}
+        worker = WorkerCommand(
+            name="the environment's worker",
+            argv=_command(self.settings, "work", spec),
+            env=_variables(),
+            count=self.settings.workers,
+        )
+        controller = replace(controller or ControllerSettings(), python=self.settings.python, worker=worker, log=log)
+        return RunnerPlan(kind="controller", settings=settings, controller=controller)
 
 
 def check_python(python: Path) -> str:

@@ -9,8 +9,6 @@ import verifiers.v1 as vf
 from verifiers.v1.harnesses.node import NODE_BIN_DIR, ensure_node
 from verifiers.v1.harnesses.utils.install import ensure_installed
 
-BASE_PATH = "/usr/local/bin:/usr/bin:/bin"
-
 
 class NpmHarness(vf.Harness[vf.HarnessConfig]):
     """`PACKAGE` at the version of the config, in a separate directory below `/var/tmp`."""
@@ -27,8 +25,8 @@ class NpmHarness(vf.Harness[vf.HarnessConfig]):
         return f"{self.directory}/node_modules/.bin/{self.BINARY}"
 
     @property
-    def path(self) -> dict[str, str]:
-        return {"PATH": f"{NODE_BIN_DIR}:{BASE_PATH}"}
+    def program_env(self) -> dict[str, str]:
+        return {**self.config.resolved_env, "PATH": f"{NODE_BIN_DIR}:/usr/local/bin:/usr/bin:/bin"}
 
     async def setup(self, runtime) -> None:
         await ensure_node(runtime)
@@ -42,6 +40,6 @@ class NpmHarness(vf.Harness[vf.HarnessConfig]):
                 f"set -e; npm install --prefix {self.directory} --no-audit --no-fund --omit=dev {package} >/dev/null; "
                 f"[ -x {self.program} ]; touch {ready}"
             ),
-            env={**self.config.resolved_env, **self.path},
+            env=self.program_env,
             label=self.PACKAGE,
         )

@@ -9,8 +9,6 @@ from verifiers.v1.configs.harness import PinnedVersion
 
 from agl_slime.environments.harnesses.npm import NpmHarness
 
-__all__ = ["OpenCodeHarness"]
-
 
 class OpenCodeConfig(vf.HarnessConfig):
     version: PinnedVersion = "1.18.33"
@@ -44,8 +42,7 @@ class OpenCodeHarness(NpmHarness, vf.Harness[OpenCodeConfig]):
         }
         switched_off = ["AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH", "DEFAULT_PLUGINS", "CLAUDE_CODE", "SHARE"]
         env = {
-            **self.config.resolved_env,
-            **self.path,
+            **self.program_env,
             **{f"OPENCODE_DISABLE_{name}": "true" for name in switched_off},
             "OPENCODE_CONFIG_CONTENT": json.dumps(settings),
         }

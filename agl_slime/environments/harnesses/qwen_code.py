@@ -9,8 +9,6 @@ from verifiers.v1.configs.harness import PinnedVersion
 
 from agl_slime.environments.harnesses.npm import NpmHarness
 
-__all__ = ["QwenCodeHarness"]
-
 
 class QwenCodeConfig(vf.HarnessConfig):
     version: PinnedVersion = "0.24.4"
@@ -34,8 +32,7 @@ class QwenCodeHarness(NpmHarness, vf.Harness[QwenCodeConfig]):
         home = f"/tmp/qwen-{trace.id}"
         await runtime.write(f"{home}/.qwen/settings.json", json.dumps(settings).encode())
         env = {
-            **self.config.resolved_env,
-            **self.path,
+            **self.program_env,
             "HOME": home,
             "OPENAI_API_KEY": secret,
             "OPENAI_BASE_URL": endpoint,

@@ -1,3 +1,4 @@
-from agl_slime.environments.tasksets.textarena import ChatHarness, TwoPlayerEnv, TwoPlayerTaskset
+from agl_slime.environments.tasksets.chat import ChatHarness
+from agl_slime.environments.tasksets.textarena import TwoPlayerEnv, TwoPlayerTaskset
 
 __all__ = ["ChatHarness", "TwoPlayerEnv", "TwoPlayerTaskset"]

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,8 @@ class Output:
     """A command's output: all of it, or beginning and end if it is longer than ``limit`` bytes."""
 
     def __init__(self, stream: asyncio.StreamReader, limit: int | None) -> None:
-        self._stream, self._limit = stream, limit
+        self._stream = stream
+        self._most = (sys.maxsize, 0) if limit is None else (limit // 2, limit - limit // 2)  # of beginning and end
         self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
         self.received = 0
         """Bytes received."""
@@ -88,18 +90,12 @@ class Output:
         """Read to the end."""
         while chunk := await self._stream.read(2**16):
             self.received += len(chunk)
-            if self._keeping:
-                self._keep(chunk)
-
-    def _keep(self, chunk: bytes) -> None:
-        if self._limit is None:
-            self._head += chunk
-            return
-        free = max(0, self._limit // 2 - len(self._head))
-        self._head += chunk[:free]
-        self._tail += chunk[free:]
-        excess = len(self._tail) - (self._limit - self._limit // 2)
-        if excess > 0:
+            if not self._keeping:
+                continue
+            free = max(0, self._most[0] - len(self._head))
+            self._head += chunk[:free]
+            self._tail += chunk[free:]
+            excess = max(0, len(self._tail) - self._most[1])
             self._left_out += excess
             del self._tail[:excess]
 

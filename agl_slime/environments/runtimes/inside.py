@@ -40,9 +40,7 @@ class Box:
     def serve(self):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel never delivers it to process 1 without a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        wakes, wake = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(wakes, False)
+        wakes, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
@@ -112,10 +110,8 @@ class Box:
             os._exit(127)
 
     def do_signal(self, message):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(message["pid"], message["signal"])
-        except ProcessLookupError:
-            pass
         self.send({"id": message["id"]})
 
     def do_listen(self, message):
@@ -147,13 +143,7 @@ class Box:
             yield int(name), parent, (resident - shared) * resource.getpagesize()
 
     def reap(self):
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
+        for pid, status in ended_children():
             self.setup_pids.discard(pid)
             command_id, agent = self.commands.pop(pid, (None, False))
             if agent:
@@ -177,16 +167,10 @@ class Box:
                 return
             for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that they cannot fork further
                 for pid in strays:
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
-                    except ProcessLookupError:
-                        pass
-            while True:
-                try:
-                    if not os.waitpid(-1, os.WNOHANG)[0]:
-                        break
-                except ChildProcessError:
-                    break
+            for _ in ended_children():
+                pass
         self.end("processes", "processes that the agent left behind could not be ended")
 
     def watch(self):
@@ -257,6 +241,12 @@ class Box:
     def end(self, limit, why):
         self.send({"over": limit, "why": why})
         os._exit(1)
+
+
+def ended_children():
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def main():

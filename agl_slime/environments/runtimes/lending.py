@@ -78,9 +78,11 @@ def max_episodes(boxes: Mapping[str, BubblewrapConfig], *, root: Path = Path("/"
 
 
 @contextlib.asynccontextmanager
-async def box(config: BubblewrapConfig, name: str | None = None) -> AsyncIterator[BubblewrapRuntime]:
+async def box(
+    config: BubblewrapConfig, name: str | None = None, *, installing: bool = False
+) -> AsyncIterator[BubblewrapRuntime]:
     """A box that is ended with the block."""
-    runtime = BubblewrapRuntime(config, name)
+    runtime = BubblewrapRuntime(config, name, installing=installing)
     try:
         await runtime.start()
         yield runtime
@@ -94,12 +96,8 @@ async def install(harness: Any, config: BubblewrapConfig) -> None:
     if config.installs is None:
         raise ValueError("bubblewrap: `installs` must name the directory for installed programs")
     config.installs.mkdir(parents=True, exist_ok=True)
-    runtime = BubblewrapRuntime(config, installing=True)
-    try:
-        await runtime.start()
+    async with box(config, installing=True) as runtime:
         await harness.setup(runtime)
-    finally:
-        await runtime.stop()
 
 
 def lend_boxes(env: Any, boxes: Mapping[str, BubblewrapConfig]) -> None:
@@ -125,19 +123,16 @@ def _lend(agent: Any, config: BubblewrapConfig) -> None:
             )
         return config.model_copy(update={"workdir": task.data.workdir} if task.data.workdir else {})
 
+    def lent(task: Any, runtime: Runtime | None) -> contextlib.AbstractAsyncContextManager[Runtime]:
+        return box(config_for(task)) if runtime is None else contextlib.nullcontext(runtime)
+
     async def run_in_box(task: Any, *, runtime: Runtime | None = None, **options: Any) -> Any:
-        if runtime is not None:
-            return await run(task, runtime=runtime, **options)
-        async with box(config_for(task)) as new_box:
-            return await run(task, runtime=new_box, **options)
+        async with lent(task, runtime) as chosen:
+            return await run(task, runtime=chosen, **options)
 
     @contextlib.asynccontextmanager
     async def interact_in_box(task: Any, *, runtime: Runtime | None = None, **options: Any) -> AsyncIterator[Any]:
-        if runtime is not None:
-            async with interaction(task, runtime=runtime, **options) as talk:
-                yield talk
-        else:
-            async with box(config_for(task)) as new_box, interaction(task, runtime=new_box, **options) as talk:
-                yield talk
+        async with lent(task, runtime) as chosen, interaction(task, runtime=chosen, **options) as talk:
+            yield talk
 
     agent.run, agent.interaction = run_in_box, interact_in_box

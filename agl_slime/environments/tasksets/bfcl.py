@@ -21,7 +21,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from agl_slime.environments.tasksets.chat import ChatHarness
+from agl_slime.environments.tasksets.chat import LocalEnvConfig
 
 # where the package makes directories; by default inside its installation
 os.environ.setdefault("BFCL_PROJECT_ROOT", os.path.join(tempfile.gettempdir(), f"bfcl-{os.getuid()}"))
@@ -37,8 +37,6 @@ try:
     from bfcl_eval.utils import load_dataset_entry, load_ground_truth_entry
 except ImportError as e:
     raise ImportError(f"The taskset bfcl needs its package ({e}): pip install --no-deps bfcl-eval") from e
-
-__all__ = ["BfclEnv", "BfclTaskset", "ChatHarness"]
 
 Step = list[str]
 _PLAIN = (ast.Expression, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Constant, ast.Call, ast.keyword, ast.Name)
@@ -120,11 +118,7 @@ class Systems:
             del vars(backend)[name]
 
 
-class BfclEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-
-
-class BfclEnv(vf.Env[BfclEnvConfig]):
+class BfclEnv(vf.Env[LocalEnvConfig]):
     async def run(self, task, agents) -> None:
         systems = await asyncio.to_thread(Systems, task.data.name, task.data.category)
         try:

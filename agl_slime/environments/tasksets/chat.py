@@ -13,11 +13,7 @@ from verifiers.v1.errors import MODEL_TRANSPORT_ERROR_EXIT_CODE
 from verifiers.v1.runtimes import ProgramResult
 
 
-class ChatHarnessConfig(vf.HarnessConfig):
-    pass
-
-
-class ChatHarness(vf.Harness[ChatHarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """One model call for each segment, without tools."""
 
     APPENDS_SYSTEM_PROMPT = True

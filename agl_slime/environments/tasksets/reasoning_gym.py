@@ -18,15 +18,11 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
-from agl_slime.environments.tasksets.chat import ChatHarness, LocalEnv
-
 try:
     from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum, create_dataset
     from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 except ImportError as e:
     raise ImportError("The taskset reasoning-gym needs its package: pip install reasoning-gym") from e
-
-__all__ = ["ChatHarness", "LocalEnv", "ReasoningGymTaskset"]
 
 CHUNK = 500
 """Entries per seed of a dataset: some datasets generate all entries at once."""

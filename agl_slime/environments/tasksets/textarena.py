@@ -19,16 +19,12 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.utils.loaders import plugged_fn
 
-from agl_slime.environments.tasksets.chat import ChatHarness
-
 try:
     import textarena  # noqa: F401 (fills the registry)
     from textarena.core import GAME_ID
     from textarena.envs.registration import ENV_REGISTRY, make
 except ImportError as e:
     raise ImportError("The taskset textarena needs its package: pip install textarena") from e
-
-__all__ = ["ChatHarness", "TwoPlayerEnv", "TwoPlayerTaskset"]
 
 SYSTEM_PROMPT = (
     "You play a game against another player. Read the rules, think briefly, and end each reply with one move in "
