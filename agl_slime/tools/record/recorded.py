@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agl_slime.errors import GatewayRequestError, RewardError, TraceError
 from agl_slime.support.agl_types import Rollout, Span
 from agl_slime.support.files import disk_full_as_error
+from agl_slime.support.http import json_bytes
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.converter import convert_rollout, untrained_turns
 from agl_slime.tokens.reward import UNNAMED, Reward, posted_reward, select_reward
@@ -61,7 +60,7 @@ class RolloutFile:
             if file.tell() > 0:
                 file.seek(-1, 2)
                 torn = b"" if file.read(1) == b"\n" else b"\n"
-            file.write(torn + b"".join(map(_line, values)))
+            file.write(torn + b"".join(json_bytes(value) + b"\n" for value in values))
 
     async def get_many_span_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
         """Numbers for new spans: their order in the file decides, so all are 0."""
@@ -194,10 +193,3 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "latency_s": turn.latency_s,
         "untrained": turn.untrained or None,
     }
-
-
-def _line(value: Mapping[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
-    except orjson.JSONEncodeError:  # a client's text may have half an emoji
-        return json.dumps(value).encode() + b"\n"

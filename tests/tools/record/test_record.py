@@ -225,7 +225,7 @@ def test_an_agents_secret_opens_model_calls_of_its_rollout_only(tmp_path: Path, 
 def test_a_name_whose_creation_met_a_full_disk_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with recording(tmp_path, "Hi.") as (gateway, _):
         with monkeypatch.context() as full:
-            full.setattr(recorded, "_line", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            full.setattr(recorded, "json_bytes", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             by_name = f"{gateway.rollouts_url}/one/v1/chat/completions"
             for url, body in ((gateway.rollouts_url, {"rollout_id": "one"}), (by_name, {"messages": HELLO})):
                 refused = httpx.post(url, json=body)
