@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 LIBRARY_PATHS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
@@ -35,6 +36,15 @@ class SettingError(ConfigError):
 
 class MissingDependencyError(AglSlimeError, ImportError):
     """An optional package is needed and not installed; the text names the package."""
+
+
+@contextmanager
+def missing_as_error(text: str) -> Iterator[None]:
+    """Turn the error of an import in the block into a ``MissingDependencyError`` of this text."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(text) from error
 
 
 class UnknownVersionError(MissingDependencyError):

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, missing_as_error
 from agl_slime.support.files import read_whole
 
 _LINE_END = re.compile("\r\n?|\n")
@@ -63,10 +63,8 @@ def _json_rows(file: Path, flag: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(file: Path, flag: str) -> Iterator[tuple[str, Any]]:
-    try:
+    with missing_as_error(f'{flag} {file}: pip install "agl-slime[parquet]" reads parquet files'):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise MissingDependencyError(f'{flag} {file}: pip install "agl-slime[parquet]" reads parquet files') from error
     number = 0
     try:
         with parquet.ParquetFile(file if file.is_file() else io.BytesIO(read_whole(file))) as opened:

@@ -10,7 +10,7 @@ import importlib
 import logging
 from typing import Any
 
-from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
+from agl_slime.errors import ConfigError, LoopError, missing_as_error
 from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
 from agl_slime.support.net import is_loopback
 
@@ -34,11 +34,8 @@ class RayPool(WorkerPool):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        try:
+        with missing_as_error('runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'):
             self._ray: Any = importlib.import_module("ray")
-        except ImportError as error:
-            message = 'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
-            raise MissingDependencyError(message) from error
         self._started_ray = False
         self._placed: set[int] = set()  # ids of the handles of actors that have started
 

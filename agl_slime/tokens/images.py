@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-from agl_slime.errors import MissingDependencyError, PromptError, TraceError
+from agl_slime.errors import PromptError, TraceError, missing_as_error
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.codec import shared_length
@@ -156,10 +156,8 @@ def _fits(image: Image, settings: ImageSettings) -> bool:
 
 
 def _pil() -> Any:
-    try:
+    with missing_as_error("images need Pillow: pip install agl-slime[images]"):
         from PIL import Image as pil
-    except ImportError as error:
-        raise MissingDependencyError("images need Pillow: pip install agl-slime[images]") from error
     return pil
 
 

@@ -15,7 +15,7 @@ from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.turns import run_turns
 from agl_slime.buffer.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.engine.client.generation import DefaultLimit, SamplingParams
-from agl_slime.errors import ConfigError, MissingDependencyError, RolloutError
+from agl_slime.errors import ConfigError, RolloutError, missing_as_error
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.formats import get_tool_parser
 
@@ -39,10 +39,8 @@ class OpenAI:
 
     @cached_property
     def _client(self) -> Any:
-        try:
+        with missing_as_error("an OpenAI-compatible API needs openai: pip install openai"):
             import openai
-        except ImportError as error:
-            raise MissingDependencyError("an OpenAI-compatible API needs openai: pip install openai") from error
         return openai.OpenAI(
             base_url=self.base_url, api_key=self.api_key, timeout=self.timeout_s, max_retries=self.max_retries
         )

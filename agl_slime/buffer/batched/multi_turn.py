@@ -23,7 +23,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import end_token_ids
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
-from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolError, MissingDependencyError, TraceError
+from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolError, TraceError, missing_as_error
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.formats import ToolParser, find_format, get_tool_parser, parser_for
@@ -123,10 +123,8 @@ class TurnsRollout(ABC):
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
         """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
         ``ray.get(actor.__call__.remote(trajectories))``."""
-        try:
+        with missing_as_error(f"{cls.__name__}.remote needs Ray: pip install ray"):
             import ray
-        except ImportError as error:
-            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
         return ray.remote(cls).remote(*args, **kwargs)
 
     def __init__(

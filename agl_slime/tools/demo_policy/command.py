@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from agl_slime.agent.loading import DEFAULT_AGENT, load_agent
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, missing_as_error
 from agl_slime.support.terminal import print_line
 
 
@@ -25,9 +25,7 @@ def demo_policy(
     demonstrations = getattr(load_agent(agent or DEFAULT_AGENT), "demonstrations", None)
     if demonstrations is None:
         raise ConfigError(f"{agent} has no `demonstrations` that a tiny policy could learn its format from")
-    try:
+    with missing_as_error('a tiny policy needs torch: pip install "agl-slime[local]"'):
         from agl_slime.tools.demo_policy.warmup import make_policy
-    except ImportError as error:
-        raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
     progress = partial(print_line, to=sys.stderr)
     print_line(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))

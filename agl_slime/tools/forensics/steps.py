@@ -13,7 +13,7 @@ import tyro
 
 from agl_slime.agent.loading import load_function
 from agl_slime.data.credit import mask_of
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, missing_as_error
 from agl_slime.support.terminal import print_line
 from agl_slime.tools.forensics.gaps import TokenGap, token_gaps
 from agl_slime.types import Sample, flat_samples
@@ -123,10 +123,8 @@ def print_influences(step: StepInfluences, *, most: int) -> None:
 
 
 def trainer_class() -> type[LocalTrainer]:
-    try:
+    with missing_as_error('agl-slime replay needs torch: pip install "agl-slime[local]"'):
         from agl_slime.train.local.trainer import LocalTrainer
-    except ImportError as error:
-        raise MissingDependencyError('agl-slime replay needs torch: pip install "agl-slime[local]"') from error
     return LocalTrainer
 
 

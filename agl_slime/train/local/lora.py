@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, missing_as_error
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 _ADAPTER = "default"
@@ -27,10 +27,8 @@ def add_adapters(model: transformers.PreTrainedModel, settings: LocalTrainerSett
         ConfigError: ``lora_rank`` is above the model's hidden size, or ``lora_targets`` names no layer of the model,
             a layer with tied weights, or the output layer alone.
     """
-    try:
+    with missing_as_error('lora_rank needs peft: pip install "agl-slime[lora]"'):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise MissingDependencyError('lora_rank needs peft: pip install "agl-slime[lora]"') from error
     if settings.lora_rank > (hidden := model.config.get_text_config().hidden_size):
         reason = f"the model's hidden size is {hidden}, and no update of its weights has a rank above it"
         raise ConfigError(f"lora_rank is {settings.lora_rank}: {reason}; set at most {hidden}, usual are 8 to 64.")

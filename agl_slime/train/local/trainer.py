@@ -16,13 +16,11 @@ from weakref import finalize
 
 import numpy as np
 
-from agl_slime.errors import DiskFullError, MissingDependencyError, TrainerError
+from agl_slime.errors import DiskFullError, TrainerError, missing_as_error
 
-try:
+with missing_as_error('the local trainer needs torch: pip install "agl-slime[local]"'):
     import torch
     from torch import Tensor
-except ImportError as error:
-    raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.loop.trainer import TokenScores
 from agl_slime.support.files import verify_checksums, whole_directory, write_checksums

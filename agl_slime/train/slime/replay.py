@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agl_slime.errors import ConfigError, DataSourceError, MissingDependencyError
+from agl_slime.errors import ConfigError, DataSourceError, missing_as_error
 from agl_slime.types import ARRAY_FIELDS, Sample, flat_samples
 
 
@@ -47,10 +47,8 @@ def in_slimes_form(groups: Sequence[Any], tokenizer: Any = None) -> Sequence[Any
 
 
 def _tensor(values: np.ndarray[Any, Any]) -> Any:
-    try:
+    with missing_as_error("slime's replay of routed experts and nuclei needs torch"):
         import torch
-    except ImportError as error:
-        raise MissingDependencyError("slime's replay of routed experts and nuclei needs torch") from error
     return torch.from_numpy(values.astype(np.int32))
 
 
