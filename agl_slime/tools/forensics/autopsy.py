@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 import tyro
 
 from agl_slime.data.credit import mask_of
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.scoring import ScoreRequest, ScoreResult, ScoringClient
-from agl_slime.errors import AglSlimeError, ConfigError, EngineError, MissingDependencyError
+from agl_slime.errors import AglSlimeError, ConfigError, EngineError, missing_as_error
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.files import RunDir, read_object
 from agl_slime.report.rollouts import MOST_SAMPLES
@@ -30,6 +31,7 @@ from agl_slime.tools.forensics.formulas import StepFlags
 from agl_slime.tools.forensics.gaps import (
     TOLERANCE,
     Cause,
+    Conditions,
     Diagnosis,
     KeptSample,
     explain,
@@ -88,11 +90,7 @@ class Case:
     version: str
     weights: Path
     """Of this version."""
-    sampling: Mapping[str, Any]
-    """``temperature``, ``top_p`` and ``top_k``."""
-    other_weights: Mapping[str, Path] = field(default_factory=dict)
-    """Weights of other versions, keyed by description."""
-    without_adapter: Path | None = None
+    conditions: Conditions
     newest: Path | None = None
     """The run's newest weights, where these are others."""
     recomputed: bool = False
@@ -156,9 +154,8 @@ def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
     step = run.step(config.step)
     by_version: dict[str, dict[_Place, Sample]] = defaultdict(dict)
     for place, sample in _scored_samples(step):
-        versions = {str(version) for version, *_ in sample.metadata.get("weight_spans", ())} or {
-            *sample.weight_versions
-        }
+        spans = sample.metadata.get("weight_spans", ())
+        versions = {str(version) for version, *_ in spans} or {*sample.weight_versions}
         if len(versions) <= 1:
             by_version[next(iter(versions), "")][place] = sample
     if not by_version:
@@ -170,12 +167,12 @@ def _case_of_dump(config: AutopsyConfig, slime_flags: Sequence[str]) -> Case:
         samples=[*_described(run, step, {place: by_version[version][place] for place in places}, version)],
         version=version,
         weights=config.model,
-        sampling={
-            "temperature": flags.rollout_temperature,
-            "top_p": flags.rollout_top_p,
-            "top_k": int(flags.rollout_top_k),
-        },
-        other_weights={f"the weights in {path}": path for path in config.others},
+        conditions=Conditions(
+            temperature=flags.rollout_temperature or 1.0,
+            top_p=flags.rollout_top_p or 1.0,
+            top_k=int(flags.rollout_top_k) or -1,
+            other_weights={f"the weights in {path}": path for path in config.others},
+        ),
         recomputed=True,
     )
 
@@ -194,14 +191,8 @@ def _described(run: SlimeRun, step: DumpedStep, samples: dict[_Place, Sample], v
     for (rollout_id, number), sample in samples.items():
         line = lines[rollout_id]
         described = {**line["samples"][number], "weight_versions": [[version, 0, sample.response_length]]}
-        yield from split_by_version(
-            described,
-            rollout_id=rollout_id,
-            iteration=step.number,
-            messages=line["messages"],
-            experts=sample.rollout_routed_experts,
-            images=sample.multimodal_train_inputs,
-        )
+        inputs = {"experts": sample.rollout_routed_experts, "images": sample.multimodal_train_inputs}
+        yield from split_by_version(described, rollout_id=rollout_id, messages=line["messages"], **inputs)
 
 
 def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:
@@ -247,9 +238,13 @@ def case_of(
         samples=samples,
         version=version,
         weights=weights[version],
-        sampling={name: settings.get(name) for name in ("temperature", "top_p", "top_k")},
-        other_weights={f"the weights of version {old}": weights[old] for old in other_versions[:_MOST_OTHERS]},
-        without_adapter=weights.get("0") if lora and version != "0" else None,
+        conditions=Conditions(
+            temperature=float(settings.get("temperature") or 1.0),
+            top_p=float(settings.get("top_p") or 1.0),
+            top_k=int(settings.get("top_k") or -1),
+            other_weights={f"the weights of version {old}": weights[old] for old in other_versions[:_MOST_OTHERS]},
+            without_adapter=weights.get("0") if lora and version != "0" else None,
+        ),
         newest=weights[newest] if newest != version else None,
         recomputed=local.get("old_log_probs") == "recompute" or epochs == 1,
     )
@@ -257,19 +252,10 @@ def case_of(
 
 def diagnose(case: Case) -> Diagnosis:
     """What files and forward passes say: of the sampler, or of a trainer that is twice as far from the model."""
-    try:
-        from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
-    except ImportError as error:
-        raise MissingDependencyError('agl-slime autopsy needs torch: pip install "agl-slime[local]"') from error
+    with missing_as_error('agl-slime autopsy needs torch: pip install "agl-slime[local]"'):
+        from agl_slime.tools.forensics.counterfactual import Counterfactuals
     tokenizer = load_tokenizer(case.weights)
-    conditions = Conditions(
-        temperature=float(case.sampling.get("temperature") or 1.0),
-        top_p=float(case.sampling.get("top_p") or 1.0),
-        top_k=int(case.sampling.get("top_k") or -1),
-        other_weights=case.other_weights,
-        without_adapter=case.without_adapter,
-        renderings=_renderings(tokenizer),
-    )
+    conditions = replace(case.conditions, renderings=_renderings(tokenizer))
     samples = case.samples
     recorded, trained = [sample.sampler for sample in samples], [sample.trainer for sample in samples]
     model = Counterfactuals(case.weights, samples, conditions=conditions, tokenizer=tokenizer)
@@ -320,17 +306,10 @@ class Measured:
     versions: frozenset[str]
     """The weight versions that the engine named."""
 
-    def differences(self, case: Case) -> dict[str, float]:
-        """Mean differences in nats per token."""
-        differences = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
-        if is_plain(case.sampling):
-            differences["decode"] = mean_gap([sample.sampler for sample in case.samples], self.fresh)
-        return differences
 
-
-def is_plain(sampling: Mapping[str, Any]) -> bool:
+def is_plain(sampling: Conditions | SamplingParams) -> bool:
     """Whether sampled log-probs are at temperature 1 over the whole vocabulary, as an engine scores tokens."""
-    return (sampling.get("temperature"), sampling.get("top_p"), sampling.get("top_k")) == (1.0, 1.0, -1)
+    return (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, -1)
 
 
 async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measured:
@@ -353,12 +332,16 @@ async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measu
 
 def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnosis:
     """``diagnosis`` with the measurements on an engine, which are causes where no other explains the sampler's gap."""
-    from agl_slime.tools.forensics.counterfactual import Conditions, Counterfactuals
+    from agl_slime.tools.forensics.counterfactual import Counterfactuals
 
     plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
     alone = [replace(sample, experts=None) for sample in case.samples]
     expected = Counterfactuals(case.weights, alone, conditions=plain).expected
-    differences = {**measured.differences(case), "engine": mean_gap(measured.fresh, expected)}
+    fresh, cached = measured.fresh, measured.cached
+    differences = {"cache": mean_gap(cached, fresh), "batch": mean_gap(measured.batch, cached)}
+    if is_plain(case.conditions):
+        differences["decode"] = mean_gap([sample.sampler for sample in case.samples], fresh)
+    differences["engine"] = mean_gap(fresh, expected)
     causes = [
         Cause(cause=name, text=text, nats=differences[name], unexplained=max(0.0, diagnosis.gap - differences[name]))
         for name, text in _ENGINE_CAUSES.items()

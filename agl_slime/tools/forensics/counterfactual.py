@@ -29,7 +29,7 @@ from agl_slime.tools.forensics.faults import (
     thinking_blocks,
     with_prompt,
 )
-from agl_slime.tools.forensics.gaps import Candidate, KeptSample
+from agl_slime.tools.forensics.gaps import Candidate, Conditions, KeptSample, mean_gap
 from agl_slime.train.local.loss import token_log_probs
 from agl_slime.train.local.model import force_experts, load_model
 
@@ -60,19 +60,6 @@ class _Inputs:
     def edited(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> _Inputs:
         """With other ids, which the model routes and places itself."""
         return _Inputs(ids=ids, places=places, images=self.images)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """The run's sampling; weights of other versions, keyed by description; of a run with LoRA, the weights without the
-    adapter; and prompts in other renderings by the fault's name and text."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    other_weights: Mapping[str, Path] | None = None
-    without_adapter: Path | None = None
-    renderings: Sequence[tuple[str, str, Callable[[KeptSample], Sequence[int] | None]]] = ()
 
 
 class Counterfactuals:
@@ -244,7 +231,7 @@ class Counterfactuals:
 
     def _single_tokens(self, records: Sequence[NDArray[Any]]) -> Iterator[Candidate]:
         """One token more or less at an unknown place, which is searched for in the sequence with the largest gap."""
-        gaps = [_mean(np.abs(a - b)) for a, b in zip(records, self.expected, strict=True)]
+        gaps = [mean_gap([a], [b]) for a, b in zip(records, self.expected, strict=True)]
         worst = int(np.argmax(gaps))
         sample, recorded, expected = self._samples[worst], records[worst], self.expected[worst]
         wrong = np.flatnonzero(np.abs(recorded - expected) > max(1e-3, gaps[worst] / 10))
@@ -254,7 +241,7 @@ class Counterfactuals:
         free = [place for place in range(end) if place in written - sampled][-_MOST_POSITIONS:]
 
         def gap_after_edit(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
-            return _mean(np.abs(self._score(self._passes[worst].edited(ids, places)) - recorded))
+            return mean_gap([self._score(self._passes[worst].edited(ids, places))], [recorded])
 
         def clauses(place: int) -> Iterator[tuple[str, Callable[[KeptSample], int]]]:
             yield f"{place} from the start", lambda _: place
@@ -321,10 +308,9 @@ class Counterfactuals:
 
     def _weight_faults(self) -> Iterator[Candidate]:
         if (base := self._conditions.without_adapter) is not None:
-            yield Candidate(
-                "adapter", "the engine had the base model without the adapter", self._score_all(self._load(base))
-            )
-        for name, directory in (self._conditions.other_weights or {}).items():
+            scores = self._score_all(self._load(base))
+            yield Candidate("adapter", "the engine had the base model without the adapter", scores)
+        for name, directory in self._conditions.other_weights.items():
             stale = self._load(directory)
             yield Candidate("late_weights", f"the engine had {name}", self._score_all(stale))
             scores = [self._score_with_prefix(*pair, stale) for pair in zip(self._passes, self._samples, strict=True)]
@@ -451,18 +437,8 @@ def _moved(experts: NDArray[np.int64], step: int, *, axis: int) -> NDArray[np.in
     return np.moveaxis(moved, 0, axis)
 
 
-def _mean(values: NDArray[Any]) -> float:
-    """Of the values that are numbers; 0 without one."""
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else 0.0
-
-
 def _group(key: str) -> str:
     """``model.layers.3.mlp.up_proj.weight`` is of ``layers.3``."""
     words = key.split(".")
-    layer_index = next((i for i, part in enumerate(words) if part.isdecimal()), None)
-    return (
-        ".".join(words[max(0, layer_index - 1) : layer_index + 1])
-        if layer_index is not None
-        else ".".join(words[-2:-1] or words)
-    )
+    number = next((i for i, word in enumerate(words) if word.isdecimal()), None)
+    return ".".join((words[-2:-1] or words) if number is None else words[max(0, number - 1) : number + 1])

@@ -124,7 +124,6 @@ class RewardRule:
         baselines and get 0. Raises ``RewardError`` for Samples of one rollout with different rewards, where those count
         once."""
         places = [place for place, used in enumerate(use) if used]
-        normalized = [0.0] * len(rewards)
         used_rewards = [rewards[place] for place in places]
         if self.groups == "prompt":
             groups, members = ([column[place] for place in places] for column in (prompts, rollouts))
@@ -132,9 +131,8 @@ class RewardRule:
         elif self.groups != "none":
             size = self.size if self.groups == "place" else len(rewards)
             used_rewards = _normalize(used_rewards, [place // size for place in places], std=self.std)
-        for place, value in zip(places, used_rewards, strict=True):
-            normalized[place] = value
-        return normalized
+        normalized = dict(zip(places, used_rewards, strict=True))
+        return [normalized.get(place, 0.0) for place in range(len(rewards))]
 
 
 def _normalize(rewards: Sequence[float], groups: Sequence[int], *, std: bool) -> list[float]:

@@ -6,7 +6,7 @@ computes them); the first cause is the candidate that leaves least of the gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,6 @@ class KeptSample:
     the recorded log-probs there (NaN where there are none)."""
 
     rollout_id: str
-    iteration: int
     version: str
     ids: NDArray[np.int64]
     prompt_length: int
@@ -48,12 +47,25 @@ class KeptSample:
     """The tensors of the model's processor, by name."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The run's sampling; weights of other versions, keyed by description; of a run with LoRA, the weights without the
+    adapter; and prompts in other renderings by the fault's name and text."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    other_weights: Mapping[str, Path] = field(default_factory=dict)
+    without_adapter: Path | None = None
+    renderings: Sequence[tuple[str, str, Callable[[KeptSample], Sequence[int] | None]]] = ()
+
+
 def read_kept(path: Path) -> Iterator[KeptSample]:
     """The kept Samples of a ``rollouts.jsonl`` that the engine sampled token by token, by weight version."""
     for line in iter_jsonl(path):
-        head: Any = {"rollout_id": str(line["rollout_id"]), "iteration": int(line["iteration"])}
+        head: Any = {"rollout_id": str(line["rollout_id"]), "messages": line.get("messages") or ()}
         for sample in line.get("samples") or ():
-            yield from split_by_version(sample, **head, messages=line.get("messages") or ())
+            yield from split_by_version(sample, **head)
 
 
 def split_by_version(sample: Mapping[str, Any], **head: Any) -> Iterator[KeptSample]:
@@ -181,7 +193,10 @@ def explain(
     least = min((cause.unexplained for cause in causes), default=0.0)
     first = [cause for cause in causes if cause.unexplained <= least + _NOISE * gap][:1]
     causes = [*first, *sorted((cause for cause in causes if cause not in first), key=lambda cause: cause.unexplained)]
-    return Diagnosis(gap=gap, tokens=tokens, causes=causes[:5], worst=_worst(samples, recorded, expected))
+    columns = zip(samples, recorded, expected, strict=True)
+    apart = [each for kept, *pair in columns for each in token_gaps(kept.rollout_id, kept.pieces, kept.places, *pair)]
+    worst = sorted((each for each in apart if np.isfinite(each.size)), key=lambda each: -each.size)[:_MOST_WORST]
+    return Diagnosis(gap=gap, tokens=tokens, causes=causes[:5], worst=worst)
 
 
 def mean_gap(recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]) -> float:
@@ -191,13 +206,3 @@ def mean_gap(recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]])
     differences = np.abs(np.concatenate(recorded).astype(np.float64) - np.concatenate(expected))
     differences = differences[np.isfinite(differences)]
     return float(differences.mean()) if len(differences) else 0.0
-
-
-def _worst(
-    samples: Sequence[KeptSample], recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]
-) -> list[TokenGap]:
-    columns = zip(samples, recorded, expected, strict=True)
-    tokens = [
-        gap for sample, *pair in columns for gap in token_gaps(sample.rollout_id, sample.pieces, sample.places, *pair)
-    ]
-    return sorted((gap for gap in tokens if np.isfinite(gap.size)), key=lambda gap: -gap.size)[:_MOST_WORST]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,16 +61,14 @@ def influences(
         n = len({sample.rollout_id for sample in flat_samples(batch)})
         weights = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
         sketch = 0 if 2 * n * weights * 4 <= _MOST_BYTES else SKETCH
-    size = sketch
-    reduce = (lambda tensors: count_sketch(tensors, size=size)) if size else _flat
+    reduce = partial(count_sketch, size=sketch) if sketch else _flat
     gradients = trainer.rollout_gradients(batch, reduce)
     of_loss, of_log_probs = (
         np.stack([gradient.cpu().numpy() for gradient in column]).astype(np.float64)
         for column in zip(*gradients.values(), strict=True)
     )
-    return Influences(
-        rollouts=[*gradients], on_loss=of_loss @ of_loss.T, on_log_probs=-of_loss @ of_log_probs.T, sketch=size
-    )
+    products: dict[str, Any] = {"on_loss": of_loss @ of_loss.T, "on_log_probs": -of_loss @ of_log_probs.T}
+    return Influences(rollouts=[*gradients], sketch=sketch, **products)
 
 
 def count_sketch(tensors: Sequence[Tensor], *, size: int) -> Tensor:

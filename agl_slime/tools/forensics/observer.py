@@ -9,8 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +74,7 @@ class RunAutopsy:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._diagnoses = 0
+        self._pieces = Pieces(self.tokenizer)
 
     def begin(self, groups: Sequence[Sequence[Sample]], *, iteration: int) -> Scoring | None:
         """Ask engine and trainer for their log-probs; ``None`` when no Sample fits."""
@@ -86,7 +86,7 @@ class RunAutopsy:
         engine = asyncio.run_coroutine_threadsafe(request, self._loop)
         scores = self.trainer_scores(chosen)
         columns = zip(chosen, scores, strict=True)
-        kept_samples = [_kept_sample(sample, iteration, log_probs, self._pieces) for sample, log_probs in columns]
+        kept_samples = [_kept_sample(sample, log_probs, self._pieces) for sample, log_probs in columns]
         return Scoring(iteration=iteration, samples=kept_samples, engine=engine)
 
     def finish(self, scoring: Scoring | None) -> dict[str, float]:
@@ -94,9 +94,9 @@ class RunAutopsy:
         warned of. The weights that sampled are still the engine's."""
         if scoring is None:
             return {}
-        samples, plain = scoring.samples, asdict(self.sampling)
+        samples = scoring.samples
         gaps = {"sampler": mean_gap([sample.sampler for sample in samples], [sample.trainer for sample in samples])}
-        if (prefill := self._prefill(scoring)) is not None and is_plain(plain):
+        if (prefill := self._prefill(scoring)) is not None and is_plain(self.sampling):
             gaps["decode"] = mean_gap([sample.sampler for sample in samples], prefill)
         metrics = {f"{AUTOPSY}/{name}": value for name, value in gaps.items()}
         tolerance = BFLOAT16_TOLERANCE if self.dtype == "bfloat16" else TOLERANCE
@@ -152,10 +152,6 @@ class RunAutopsy:
             text += " recorded {:.3f}, expected {:.3f}.".format(*worst.log_probs)
         self.warn(text, f"autopsy:{diagnosis.first.cause}")
 
-    @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(self.tokenizer)
-
 
 def _fits(sample: Sample) -> bool:
     """Whether all trained tokens are the engine's, of the policy's version, and can be scored without images."""
@@ -166,8 +162,8 @@ def _fits(sample: Sample) -> bool:
     return not sample.multimodal_inputs
 
 
-def _kept_sample(sample: Sample, iteration: int, scores: Any, pieces: Pieces) -> KeptSample:
+def _kept_sample(sample: Sample, scores: Any, pieces: Pieces) -> KeptSample:
     described = describe_tokens(sample, pieces, scores=(scores, np.zeros_like(scores)))
     rollout_id, experts = str(sample.metadata.get("agl_rollout_id")), sample.rollout_routed_experts
-    (kept_sample,) = split_by_version(described, rollout_id=rollout_id, iteration=iteration)
+    (kept_sample,) = split_by_version(described, rollout_id=rollout_id)
     return kept_sample if experts is None else replace(kept_sample, experts=np.asarray(experts))

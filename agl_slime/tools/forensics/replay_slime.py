@@ -4,7 +4,7 @@ and the step as it would have been with changes. The gradient needs a checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -99,16 +99,6 @@ class SlimeReplay(Replay):
     """Sentences about missing data of the dump."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TrainedSample:
-    """A Sample that the trainer had; ``place`` is its place among the dumped ones."""
-
-    place: int
-    rollout_id: str
-    dumped: DumpedSample
-    row: TrainedRow
-
-
 def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
     print_line(f"Step {config.step} of slime's dump in {config.run_dir}. Rewards: {result.rule}.\n")
     for row in result.comparisons:
@@ -149,17 +139,20 @@ class _Step:
     def __init__(self, config: ReplayConfig, flags: StepFlags, step: DumpedStep, run: SlimeRun) -> None:
         self.config, self.flags, self.step, self.run = config, flags, step, run
         self.rollouts = _rollouts(step)
-        self.trained = [*_trained_samples(step, self.rollouts)]
-        if not any(trained.row.mask.any() for trained in self.trained):
+        self.trained = {place: row for place, dumped in enumerate(step.samples) if (row := _trained(step, dumped))}
+        """The trainer's rows, by the places of their Samples among the dumped ones."""
+        self.rows, self.names = [*self.trained.values()], [self.rollouts[place] for place in self.trained]
+        if not any(row.mask.any() for row in self.rows):
             raise ConfigError(f"--step {config.step}: no token of the dump was trained on")
-        self.rows = [trained.row for trained in self.trained]
         self.rewards = _rewards(step, flags.reward_key)
         # a Sample without a group is one by itself
         groups = (dumped.sample.group_index for dumped in step.samples)
         self.prompts: list[Any] = [f"alone {n}" if group is None else group for n, group in enumerate(groups)]
         if (flags.use_tis or flags.use_rollout_logprobs) and any(row.engine is None for row in self.rows):
             raise ConfigError(f"{config.run_dir} has no rollout_log_probs of this step, which its flags need")
-        self.rule = self._rule()
+        rows = map(self.trained.get, range(len(self.rewards)))
+        recorded = [None if row is None else row.reward for row in rows]
+        self.rule = find_rule([*reward_rules(flags, self.prompts)], self.rewards, recorded, **self.columns)
         self.flags = self._with_whitening()
         self.model_log_probs: Arrays | None = None
 
@@ -219,29 +212,29 @@ class _Step:
         if lacking := unknown_figures(self.rows, flags):
             raise ConfigError(f"{self.config.run_dir} has no {lacking[0]} of this step, which its flags need")
         normalized = rule.apply(rewards, **{**self.columns, **columns})
-        return token_advantages([normalized[trained.place] for trained in self.trained], self.rows, flags)
+        return token_advantages([normalized[place] for place in self.trained], self.rows, flags)
 
     def batch(self, advantages: Arrays, without: Sequence[str] = ()) -> list[list[Sample]]:
         """The trained Samples, with these advantages as rewards of their tokens."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(self.rollouts))}
         samples = []
-        for trained, values in zip(self.trained, advantages, strict=True):
-            sample, row = trained.dumped.sample, trained.row
+        for (place, row), values in zip(self.trained.items(), advantages, strict=True):
+            sample, name = self.step.samples[place].sample, self.rollouts[place]
             rewarded = np.where(row.mask, values, 0.0)
             edges = np.flatnonzero(np.diff(rewarded, prepend=np.nan, append=np.nan)).tolist()
             runs = enumerate(pairwise(edges))
             spans = [[str(number), float(rewarded[start]), start, end] for number, (start, end) in runs]
             rebuilt = sample_from_fields(
                 group_index=sample.group_index,
-                rollout_id=numbers[trained.rollout_id],
+                rollout_id=numbers[name],
                 tokens=sample.tokens,
                 response_length=sample.response_length,
                 loss_mask=row.mask.astype(int).tolist(),
                 rollout_log_probs=None if row.engine is None else row.engine.tolist(),
                 reward=0.0,
-                remove_sample=trained.rollout_id in without,
+                remove_sample=name in without,
                 status=Sample.Status.COMPLETED,
-                metadata={"reward_spans": spans, "agl_rollout_id": trained.rollout_id},
+                metadata={"reward_spans": spans, "agl_rollout_id": name},
             )
             samples.append(rebuilt)
         return [samples]
@@ -257,7 +250,7 @@ class _Step:
             return {}
         used = [place for place, sample in enumerate(batch[0]) if not sample.remove_sample]
         used_log_probs, kl_loss = [log_probs[place] for place in used], None
-        if (reference := self._reference([not sample.remove_sample for sample in batch[0]])) is not None:
+        if (reference := self._reference(batch)) is not None:
             pairs = zip(used_log_probs, reference, strict=True)
             kl_loss = np.concatenate([approximate_kl(ours, theirs, flags.kl_loss_type) for ours, theirs in pairs])
         return step_figures(
@@ -291,8 +284,7 @@ class _Step:
 
     def _changed(self) -> dict[str, float]:
         config, rewards, rule = self.config, self.rewards, self.rule
-        reward = load_reward(config, [trained.rollout_id for trained in self.trained])
-        if reward is not None:
+        if (reward := load_reward(config, self.names)) is not None:
             lines = self.run.describe(self.step, self.rollouts)
             rewards = [float(reward(lines[name])) for name in self.rollouts]
         if config.advantages is not None:
@@ -333,24 +325,17 @@ class _Step:
         assert self.config.model is not None
         options: dict[str, Any] = {"temperature": self.flags.rollout_temperature, "torch_threads": "auto"}
         trainer = trainer_class()(model_path=self.config.model, settings=settings, **options)
-        reference = self._reference([not sample.remove_sample for sample in batch[0]])
-        if reference is not None:
+        if (reference := self._reference(batch)) is not None:
             log_probs, flags = torch.from_numpy(np.concatenate(reference)), self.flags
             trainer.reference = Reference(log_probs=log_probs, coef=flags.kl_loss_coef, kind=flags.kl_loss_type)
         return trainer
 
-    def _reference(self, use: Sequence[bool]) -> Arrays | None:
-        """The reference's log-probs under the mask, for a KL loss."""
-        if not self.flags.use_kl_loss or any(row.ref_log_probs is None for row in self.rows):
+    def _reference(self, batch: list[list[Sample]]) -> Arrays | None:
+        """The reference's log-probs under the mask of each Sample that is used, for a KL loss."""
+        known = [row.ref_log_probs[row.mask] for row in self.rows if row.ref_log_probs is not None]
+        if not self.flags.use_kl_loss or len(known) < len(self.rows):
             return None
-        pairs = zip(self.rows, use, strict=True)
-        return [row.ref_log_probs[row.mask] for row, used in pairs if used and row.ref_log_probs is not None]
-
-    def _rule(self) -> RewardRule:
-        recorded: list[float | None] = [None] * len(self.rewards)
-        for trained in self.trained:
-            recorded[trained.place] = trained.row.reward
-        return find_rule([*reward_rules(self.flags, self.prompts)], self.rewards, recorded, **self.columns)
+        return [column for column, sample in zip(known, batch[0], strict=True) if not sample.remove_sample]
 
     def _with_whitening(self) -> StepFlags:
         """The flags, with whitening if none are given and the recorded advantages are nearer to whitened ones."""
@@ -365,11 +350,10 @@ class _Step:
         return min(differences, key=differences.__getitem__)
 
     def _comparisons(self, computed: Sequence[TokenAdvantages]) -> list[Comparison]:
-        places = [trained.place for trained in self.trained]
         normalized = self.rule.apply(self.rewards, **self.columns)
         by_sample = [
-            ("rewards", [self.rewards[place] for place in places], [row.raw_reward for row in self.rows]),
-            ("normalized rewards", [normalized[place] for place in places], [row.reward for row in self.rows]),
+            ("rewards", [self.rewards[place] for place in self.trained], [row.raw_reward for row in self.rows]),
+            ("normalized rewards", [normalized[place] for place in self.trained], [row.reward for row in self.rows]),
         ]
         comparisons = [
             Comparison(name=name, count=len(ours), difference=None if None in recorded else difference(ours, recorded))
@@ -379,7 +363,7 @@ class _Step:
             ours = [getattr(figures, name)[row.mask] for figures, row in zip(computed, self.rows, strict=True)]
             comparisons.append(self._compare(name, name, ours))
         if self.step.has_train_data:
-            samples = [trained.dumped.sample for trained in self.trained]
+            samples = [self.step.samples[place].sample for place in self.trained]
             masks = np.concatenate([*map(mask_of, samples)]), np.concatenate([row.mask for row in self.rows])
             comparisons.append(Comparison(name="loss masks", count=len(samples), difference=difference(*masks)))
             if all(sample.rollout_log_probs is not None for sample in samples):
@@ -396,16 +380,15 @@ class _Step:
 
     def _samples(self, computed: Sequence[TokenAdvantages]) -> list[SampleFigures]:
         samples = []
-        for trained, advantages, log_probs in zip(self.trained, computed, self.log_probs, strict=True):
-            row = trained.row
+        for (place, row), advantages, log_probs in zip(self.trained.items(), computed, self.log_probs, strict=True):
             if not row.mask.any():
                 continue
             engine = None if row.engine is None else row.engine[row.mask]
             recorded = None if row.advantages is None else float(row.advantages[row.mask].mean())
             samples.append(
                 SampleFigures(
-                    rollout_id=trained.rollout_id,
-                    reward=self.rewards[trained.place],
+                    rollout_id=self.rollouts[place],
+                    reward=self.rewards[place],
                     recorded_advantage=recorded,
                     advantage=float(advantages.advantages[row.mask].mean()),
                     engine_kl=None if engine is None else float(approximate_kl(engine, log_probs, "k3").mean()),
@@ -422,8 +405,8 @@ class _Step:
         largest = np.array([np.abs(trainer - engine).max(initial=0.0) for trainer, engine in pairs])
         most = self.config.influences or _SHOWN
         # the tokens that differ most are in the Samples that do; siblings are there for their order
-        rollouts = {self.trained[place].rollout_id for place in np.argsort(-largest)[:most] if largest[place] > 0}
-        places = [place for place, trained in enumerate(self.trained) if trained.rollout_id in rollouts]
+        rollouts = {self.names[number] for number in np.argsort(-largest)[:most] if largest[number] > 0}
+        places = [number for number, name in enumerate(self.names) if name in rollouts]
         columns = ([column[place] for place in places] for column in (engine, self.log_probs))
         samples = [batch[0][place] for place in places]
         return moved_tokens(samples, self.run.describe(self.step, rollouts), *columns)[:most]
@@ -468,15 +451,13 @@ def _rollouts(step: DumpedStep) -> list[str]:
     return [names[id(dumped.sample)] for dumped in step.samples]
 
 
-def _trained_samples(step: DumpedStep, rollouts: Sequence[str]) -> Iterator[_TrainedSample]:
-    """The Samples with a row of train data; without train data, those with tokens under the mask."""
-    for place, (dumped, name) in enumerate(zip(step.samples, rollouts, strict=True)):
-        row = step.rows.get(id(dumped.sample))
-        if row is None and not step.has_train_data and (mask := mask_of(dumped.sample)).any():
-            log_probs = dumped.sample.rollout_log_probs
-            row = TrainedRow(mask=mask, engine=None if log_probs is None else np.asarray(log_probs, dtype="f4"))
-        if row is not None:
-            yield _TrainedSample(place=place, rollout_id=name, dumped=dumped, row=row)
+def _trained(step: DumpedStep, dumped: DumpedSample) -> TrainedRow | None:
+    """The Sample's row of train data; without train data, one of its tokens under the mask, if there are any."""
+    row = step.rows.get(id(dumped.sample))
+    if row is None and not step.has_train_data and (mask := mask_of(dumped.sample)).any():
+        log_probs = dumped.sample.rollout_log_probs
+        row = TrainedRow(mask=mask, engine=None if log_probs is None else np.asarray(log_probs, dtype="f4"))
+    return row
 
 
 def _rewards(step: DumpedStep, key: str) -> list[float]:

@@ -14,17 +14,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agl_slime.errors import MissingDependencyError
+from agl_slime.errors import missing_as_error
 from agl_slime.report.records import misfit
 from agl_slime.types import Sample, sample_from_fields
 
 MOST_SAMPLES = 1_000_000  # in a file
-_METADATA: dict[str, Any] = {
-    "weight_spans": [[str, int, int]],
-    "turn_spans": [[int, int]],
-    "segment": int,
-    "turns": int,
-}
+_METADATA: dict[str, Any] = {"weight_spans": [[str, int, int]], "turn_spans": [[int, int]]}
+_METADATA |= {"segment": int, "turns": int}
 _METADATA |= {"fork_reason": str, "token_source": str, "stop_reason": str, "finish_reason": str, "source_name": str}
 _METADATA |= {"instance_id": str}
 _METADATA["tools"] = {"offered": [str], "calls": {str: int}, "malformed": int, "failed": {str: int}}
@@ -64,10 +60,8 @@ _STAND_INS |= dict.fromkeys(("numpy.core.multiarray.scalar", "numpy._core.multia
 
 def load(path: Path) -> Mapping[str, Any]:
     """The dictionary that ``torch.save`` wrote. Any other file is a ``ValueError`` about it."""
-    try:
+    with missing_as_error("slime's files need torch: pip install 'agl-slime[local]'"):
         import torch
-    except ImportError:
-        raise MissingDependencyError("slime's files need torch: pip install 'agl-slime[local]'") from None
     if not path.is_file():  # reading a FIFO would hang
         raise ValueError("is not a regular file")
     try:
@@ -158,15 +152,10 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
         mask = numbers(row.get("loss_masks"), "iub")
         if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
             continue
-        raw = None
-        if isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards):
-            raw = raw_rewards[place]
-        columns = {name: numbers(row.get(column), "f", length=length) for name, column in _COLUMNS.items()}
-        reward = _number(row.get("rewards"))
-        yield (
-            key_of(tokens, length),
-            TrainedRow(mask=mask.astype(bool), reward=reward, raw_reward=_finite(raw), **columns),
-        )
+        known = isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards)
+        figures: dict[str, Any] = {name: numbers(row.get(key), "f", length=length) for name, key in _COLUMNS.items()}
+        figures |= {"reward": _number(row.get("rewards")), "raw_reward": _finite(raw_rewards[place] if known else None)}
+        yield key_of(tokens, length), TrainedRow(mask=mask.astype(bool), **figures)
 
 
 def optimizer_steps(value: Mapping[str, Any]) -> int:

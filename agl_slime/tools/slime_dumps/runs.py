@@ -9,8 +9,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,7 +114,7 @@ class SlimeRun:
         self._budget = SizeBudget(_MOST_BYTES)
         self._lock = threading.Lock()
         self._tokenizer = _tokenizer(path / "tokenizer" if tokenizer is None else tokenizer)
-        self._pieces = Pieces(self._tokenizer or _IdDecoder())
+        self._pieces = Pieces(self._tokenizer or _AS_IDS)
 
     def absent(self) -> list[str]:
         """Sentences about missing data."""
@@ -213,9 +215,8 @@ class SlimeRun:
         for position, dump in enumerate(dumped):
             rollout = dump.sample.rollout_id
             rollout = dump.sample.index if rollout is None else rollout
-            members_dumps[f"{number}-{group}-{position}s" if rollout is None else f"{number}-{group}-{rollout}"].append(
-                dump
-            )
+            name = f"{number}-{group}-{position}s" if rollout is None else f"{number}-{group}-{rollout}"
+            members_dumps[name].append(dump)
         members = []
         for name, part in members_dumps.items():
             conversations[name] = [message for dump in part for message in (*dump.messages, *self._response(dump))]
@@ -329,30 +330,17 @@ def _identity(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-class _IdDecoder:
-    """Decodes tokens as ids, without a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(f"‹{token}›" for token in ids)
+_AS_IDS = SimpleNamespace(decode=lambda ids: "".join(f"‹{token}›" for token in ids))
 
 
 def _tokenizer(directory: Path) -> Any:
-    """The tokenizer of ``tokenizer.json``, which is data: no code of the directory is run."""
+    """A decoder, of special tokens too, by ``tokenizer.json``, which is data: no code of the directory is run."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
     try:
         from tokenizers import Tokenizer
 
-        return _KeepSpecialTokens(Tokenizer.from_file(str(file)))
+        return SimpleNamespace(decode=partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False))
     except Exception:  # not installed, or a damaged file: shown as missing
         return None
-
-
-class _KeepSpecialTokens:
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens too."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -131,7 +131,6 @@ def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSam
         log_probs = [value for turn in turns for value in turn.log_probs]
         sample = KeptSample(
             rollout_id=f"r{number}",
-            iteration=4,
             version="3",
             ids=ids,
             prompt_length=len(turns[0].input_ids),

@@ -227,8 +227,7 @@ def test_a_planted_fault_is_named_first(bench: autopsies.Bench, fault: str):
 def test_faults_that_only_a_measurement_finds_are_named_first(bench: autopsies.Bench):
     right, stale = bench.scored(), stale_cache(bench)
     wrong = [replace(sample, sampler=values) for sample, values in zip(bench.samples, stale, strict=True)]
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    about: dict[str, Any] = {"version": "3", "weights": bench.directory / autopsies.NEW, "sampling": sampling}
+    about: dict[str, Any] = {"version": "3", "weights": bench.directory / autopsies.NEW, "conditions": Conditions()}
     cases = [Case(samples=samples, **about) for samples in (bench.samples, wrong)]
     diagnoses = [diagnose(case) for case in cases]
     for fault, number, (fresh, cached, batch) in (
