@@ -153,9 +153,8 @@ def warm_up(
     and the probe's value when each ended. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
     rng = random.Random(seed)
     of_steps: dict[str, Any] = {"lr": settings.learning_rate, "warmup_steps": _LR_WARMUP_STEPS, "grad_clip": _GRAD_CLIP}
-    trainer = LocalTrainer(
-        model_path=directory, settings=LocalTrainerSettings(**SUPERVISED, **of_steps), torch_threads=1
-    )
+    supervised = LocalTrainerSettings(**SUPERVISED, **of_steps)
+    trainer = LocalTrainer(model_path=directory, settings=supervised, torch_threads=1)
 
     def conversations(n: int, quality: Quality) -> list[list[Sample]]:
         rows = [{"messages": messages} for messages in source.demonstrations(rng, n, quality=quality)]

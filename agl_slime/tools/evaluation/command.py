@@ -126,13 +126,9 @@ class EvalConfig(OtherModel):
 
 
 def main(arguments: Sequence[str]) -> Coroutine[Any, Any, dict[str, Any]]:
-    return run_evaluation(parse_eval_config(arguments))
-
-
-def parse_eval_config(arguments: Sequence[str]) -> EvalConfig:
     ours, env_flags = split_env_flags(arguments)
     options = {"env_arguments": env_flags or None}
-    return parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **options)
+    return run_evaluation(parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +159,8 @@ async def prepare(config: EvalConfig) -> Prepared:
     if config.openai_url is not None:
         if settings.environment.name is not None:
             raise ConfigError("--openai-url: the run is of an environment, whose agents need an engine; leave it out")
-        models.insert(
-            0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
-        )
+        api = await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
+        models.insert(0, api)
     temperature = config.settings.get("temperature", _validation_sampling(run_settings).get("temperature"))
     temperature = settings.sampling.temperature if temperature is None else temperature
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if run_settings else None)
@@ -256,26 +251,21 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
 
 
 def format_result(result: dict[str, Any]) -> list[str]:
-    lines = []
+    lines, n_tasks = [], result["tasks"]
     for model in result["models"]:
         figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
-        estimates = [
-            f"{name} {format_estimate(value, n_tasks=result['tasks'])}" for name, value in figures.items() if value
-        ]
         failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
-        lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
+        lines.append(f"{model['model']}: {_estimates(figures, n_tasks) or 'no sample has a reward'}{failed}")
         lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
     if (difference := result.get("difference")) is not None:
-        names = [name for name in ("reward", "pass@1") if difference[name]]
-        estimates = [
-            f"{name} {format_estimate(difference[name], n_tasks=result['tasks'], sign=True)}" for name in names
-        ]
-        lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
+        figures = {name: difference[name] for name in ("reward", "pass@1")}
+        estimates = _estimates(figures, n_tasks, kind="+.3f") or "no task has rewards of both"
+        lines.append(f"difference on the same tasks: {estimates}")
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
         )
-    repeats = f" in {result['draws']} draws" if result["draws"] > result["tasks"] else ""
-    each = f"{result['tasks']} tasks{repeats}, {result['k']} samples of each"
+    repeats = f" in {result['draws']} draws" if result["draws"] > n_tasks else ""
+    each = f"{n_tasks} tasks{repeats}, {result['k']} samples of each"
     return [*lines, f"{each}; [95 % interval over tasks]"]
 
 
@@ -283,12 +273,15 @@ def _validation_sampling(run_settings: dict[str, Any]) -> dict[str, Any]:
     return train_config(eval_sampling=run_settings.get("eval_sampling") or "").validation_sampling
 
 
-def format_estimate(value: Mapping[str, Any], *, n_tasks: int, sign: bool = False) -> str:
-    """The mean, its interval, and its number of tasks if it is not ``n_tasks``."""
-    kind = "+.3f" if sign else ".3f"
-    between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
-    number = "" if value["tasks"] == n_tasks else f" over {value['tasks']} of {n_tasks} tasks"
-    return f"{value['mean']:{kind}}{between}{number}"
+def _estimates(figures: Mapping[str, Any], n_tasks: int, *, kind: str = ".3f") -> str:
+    """The known figures, each with its interval, and its number of tasks if it is not ``n_tasks``."""
+    texts = []
+    for name, value in figures.items():
+        if value:
+            between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
+            number = "" if value["tasks"] == n_tasks else f" over {value['tasks']} of {n_tasks} tasks"
+            texts.append(f"{name} {value['mean']:{kind}}{between}{number}")
+    return ", ".join(texts)
 
 
 def _weights(path: Path) -> Path:
@@ -395,10 +388,9 @@ async def sampling_with(
 
     settings, agent, sampling = ready.settings, ready.agent, ready.sampling
     max_concurrent = max_concurrent or settings.max_concurrent
+    limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
+    limits |= {"seed": settings.loop.seed, "reward_key": settings.local.reward_key}
     if isinstance(model, ChatApi):
-        limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
-        limits["seed"] = settings.loop.seed
-        limits["reward_key"] = settings.local.reward_key
         # no gateway, which would request token ids
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
         parameters = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
@@ -427,11 +419,8 @@ async def sampling_with(
             llm=llm,
             tokenizer=await run_in_thread(load_tokenizer, model),
             runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
-            timeout_s=settings.loop.rollout_timeout_s,
-            max_in_flight=max_concurrent,
-            seed=settings.loop.seed,
-            reward_key=settings.local.reward_key,
             check_alive=alive,
+            **limits,
         )
 
 
@@ -473,14 +462,8 @@ def _result(
         failures = Counter(line["failure"] for line in lines if line["reward"] is None)
         about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
         models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k)})
-    result = {
-        "tasks": len(first),
-        "draws": len(tasks),
-        "k": config.k,
-        "passes": config.passes,
-        "settings": identity,
-        "models": models,
-    }
+    result: dict[str, Any] = {"tasks": len(first), "draws": len(tasks), "k": config.k, "passes": config.passes}
+    result |= {"settings": identity, "models": models}
     if len(models) == 2:
         result["difference"] = compare(*rewards, limit=config.passes)
     return result

@@ -117,9 +117,8 @@ def describe(member: MemberResult) -> Iterator[str]:
     if not member.ok:
         yield f"failed: {member.failure} {member.failure_message}"
     else:
-        rewards = ", ".join(
-            f"{name} {value:g}" for name, value in [*member.rewards.items()][1:]
-        )  # the first is trained
+        others = [*member.rewards.items()][1:]  # the first is trained
+        rewards = ", ".join(f"{name} {value:g}" for name, value in others)
         yield f"reward: {member.reward:g}" + (f" ({rewards})" if rewards else "")
     if member.samples:
         trained = sum(sum(sample.loss_mask or ()) for sample in member.samples)
