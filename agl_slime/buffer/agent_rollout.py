@@ -70,8 +70,9 @@ async def generate_agent_rollout(
 
 
 async def _train(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
-    session = _session_of(args, data_buffer)
-    settings = session.settings
+    settings = settings_of(args, data_buffer)
+    session = sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
+    session.settings = settings
 
     def payload() -> dict[str, Any]:
         start = start_payload(args, _metadata_before(data_buffer, rollout_id), settings)
@@ -194,13 +195,6 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
 
 sessions: dict[tuple[str, str], AgentRolloutSession] = {}
 """The sessions of this process, by buffer URL and task type."""
-
-
-def _session_of(args: Any, data_source: Any) -> AgentRolloutSession:
-    settings = settings_of(args, data_source)
-    session = sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
-    session.settings = settings
-    return session
 
 
 async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:

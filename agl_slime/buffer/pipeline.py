@@ -163,9 +163,8 @@ class GroupPipeline:
         made = self._checked(list(made), TRANSFORM_NAME)
         used = {item.get("uid") for item in made}
         same = used.intersection(item.get("uid") for item in items)  # empty when the transform assigns new uids
-        return FinishedGroup(
-            made, ["" if not same or item.get("uid") in same else REASON_ITEM_FILTERED for item in items]
-        )
+        reasons = ["" if not same or item.get("uid") in same else REASON_ITEM_FILTERED for item in items]
+        return FinishedGroup(made, reasons)
 
     def _checked(self, items: list[Item], source: str) -> list[Item]:
         """``items`` if they are trainable; custom stages may return anything."""

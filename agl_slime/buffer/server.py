@@ -98,16 +98,11 @@ async def _write(request: web.Request) -> web.Response:
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
     read = check(ReadRequest, await _parsed(lambda raw: parse_body(raw or b"{}"), request))
-    batch = await buffer.read(
-        await buffer.task_for(read.task_type),
-        batch_size=read.batch_size,
-        request_id=read.request_id,
-        ack=read.ack or (),
-    )
+    task = await buffer.task_for(read.task_type)
+    batch = await buffer.read(task, batch_size=read.batch_size, request_id=read.request_id, ack=read.ack or ())
     if batch is None or not batch.items_json:
-        return json_response(
-            {"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}}
-        )
+        nothing = {"data": [], "meta_info": {}}
+        return json_response({"success": False, "message": "No data available to read", "data": nothing})
     data = {"data": [orjson.Fragment(item) for item in batch.items_json], "meta_info": batch.meta_info}
     return json_response({"success": True, "message": f"Successfully read {len(batch.items_json)} items", "data": data})
 

@@ -198,16 +198,9 @@ class RolloutBuffer:
         groups = self.store.undecided(task.name)
         whole = [group.instance_id for group in groups if group.count >= task.group_size]
         incomplete = [group.as_partial_group for group in groups if group.count < task.group_size]
-        return {
-            **payload,
-            "remote_buffer_url": f"{self._url}/runs/{key}",  # implies the task type, and replaces the token
-            "skip_instance_ids": [
-                *(payload.get("skip_instance_ids") or ()),
-                *self.store.finished_since(run_no),
-                *whole,
-            ],
-            "partial_groups": incomplete,
-        }
+        skip = [*(payload.get("skip_instance_ids") or ()), *self.store.finished_since(run_no), *whole]
+        url = f"{self._url}/runs/{key}"  # implies the task type, and replaces the token
+        return {**payload, "remote_buffer_url": url, "skip_instance_ids": skip, "partial_groups": incomplete}
 
     def _input_file(self, name: str) -> Path:
         directories = [directory.resolve() for directory in self.settings.input_dir or (Path.cwd(),)]

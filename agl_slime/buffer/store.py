@@ -104,9 +104,8 @@ class ItemStore(Records):
         with self._database.reading():
             fresh: dict[str, tuple[str, WrittenItem]] = {}
             with self._database.transaction():
-                stored = self.ledger.instances_of(
-                    [self._rollout_id(task, item) for task, items in requests for item in items]
-                )
+                rollout_ids = [self._rollout_id(task, item) for task, items in requests for item in items]
+                stored = self.ledger.instances_of(rollout_ids)
                 results = [self._accept(task, items, stored, fresh) for task, items in requests]
                 self._insert(fresh)
             for number, (task, item) in enumerate(fresh.values(), self._next_item):
