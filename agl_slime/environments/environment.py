@@ -168,11 +168,9 @@ def load_environment(
     Validations use the taskset's validation split, or without one ``held_out`` tasks (by default a tenth) chosen by
     ``seed``. Other ``settings`` are fields of ``EnvironmentSettings``, which may be given in place of ``name``. Raises
     ``ConfigError`` with verifiers' error."""
-    if isinstance(name, EnvironmentSettings):
-        chosen = name.complete()
-    else:
-        python = None if python is None else Path(python)
-        chosen = EnvironmentSettings(name=name, python=python, **settings).complete()
+    if not isinstance(name, EnvironmentSettings):
+        name = EnvironmentSettings(name=name, python=None if python is None else Path(python), **settings)
+    chosen = name.complete()
     env_name, served = str(chosen.name), chosen.served_models
     spec: dict[str, Any] = {
         "name": env_name,

@@ -29,11 +29,10 @@ _address: ContextVar[str] = ContextVar("address")
 
 
 class EpisodeFailedError(Exception):
-    """The failure of an episode. ``kind`` is the type of its error, by which failures are counted."""
+    """The failure of an episode, by the type of its error, by which failures are counted, and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"environment: {kind}: {message}")
-        self.kind = kind
 
 
 class AttemptClient(EvalClient):
@@ -86,9 +85,8 @@ class Player:
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self.http = await self._stack.enter_async_context(
-            httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
-        )
+        calls = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self.http = await self._stack.enter_async_context(calls)
         # short requests to the run have their own pool: httpx scans all connections of a pool for each request
         few = httpx.Limits(max_connections=16)
         self.api = await self._stack.enter_async_context(httpx.AsyncClient(limits=few, trust_env=False))

@@ -28,7 +28,6 @@ class Box:
         self.control = socket.socket(fileno=settings["control"])
         self.commands = {}  # pid: (id, whether it is an agent's program)
         self.setup_pids = set()  # survive the agent's programs
-        self.spare = os.open("/dev/null", os.O_RDWR)
         self.next_look, self.hidden_looks = 0.0, 0
         self.data, self.fds = b"", []
 

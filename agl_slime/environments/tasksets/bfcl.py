@@ -156,12 +156,8 @@ class BfclEnv(vf.Env[LocalEnvConfig]):
                     break
                 turn.append(step)
                 results = await asyncio.to_thread(systems.execute, step)
-                request = repr(
-                    [
-                        {"role": "tool", "name": call, "content": result}
-                        for call, result in zip(step, results, strict=True)
-                    ]
-                )
+                answers = zip(step, results, strict=True)
+                request = repr([{"role": "tool", "name": call, "content": result} for call, result in answers])
                 if len(turn) > MAXIMUM_STEP_LIMIT:
                     return turns[:-1]
         return turns
