@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,9 @@ class _Row(NamedTuple):
 class _Auditor:
     def __init__(self, path: Path) -> None:
         self.path, self.result = path, Audit()
-        self.settings = self._read_settings()
+        self.settings: dict[str, Any] = {}
+        with suppress(ValueError):
+            self.settings = read_object(path / "config.json")
         self.incomplete: dict[str, int] = {}  # number of a last line without an end, by file
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
@@ -163,13 +166,6 @@ class _Auditor:
             self._report(name, str(error))
         return lines
 
-    def _read_settings(self) -> dict[str, Any]:
-        """The content of config.json, if it can be read."""
-        try:
-            return read_object(self.path / "config.json")
-        except ValueError:
-            return {}
-
     def _policy(self, iteration: int) -> int:
         """The number of the weights that an iteration trains."""
         version = self.versions.get(iteration - 1, "0")
@@ -237,9 +233,8 @@ class _Auditor:
             numbers = [int(version) for version in versions if version.isdecimal()]
             behind, limit = self._policy(iteration) - min(numbers, default=0), self.settings.get("max_staleness")
             if numbers and isinstance(limit, int) and behind > limit:
-                self._report(
-                    location, f"tokens of rollout {name} are {behind} versions old, and max_staleness is {limit}"
-                )
+                text = f"tokens of rollout {name} are {behind} versions old, and max_staleness is {limit}"
+                self._report(location, text)
             if versions and sum(versions.values()) != n:
                 self._report(location, f"the weight versions of rollout {name} do not add up to its {n} tokens")
         for name in {*digests, *record["rollouts"]}:
@@ -346,15 +341,13 @@ class _Auditor:
         by_reason = {name for name in record if name.startswith(("rollout/failed/", "rollout/dropped/"))}
         for name in sorted({*expected, *by_reason}):
             if not same(record.get(name) or 0, expected.get(name) or 0):
-                self._report(
-                    location, f"{name} is {record.get(name)!r}, and {expected.get(name)!r} by the trained groups"
-                )
+                text = f"{name} is {record.get(name)!r}, and {expected.get(name)!r} by the trained groups"
+                self._report(location, text)
         most, recorded = max(self.differences[iteration], default=0.0), record.get("train/logprob_diff_max")
         all_kept = self.scored[iteration] and self.scored[iteration] == expected.get("train/rollouts")
         if all_kept and isinstance(recorded, int | float) and recorded > most * (1 + 1e-4) + 1e-6:
-            self._report(
-                location, f"train/logprob_diff_max is {recorded!r}, and {most!r} at most by the trained tokens"
-            )
+            text = f"train/logprob_diff_max is {recorded!r}, and {most!r} at most by the trained tokens"
+            self._report(location, text)
 
     def _batch_metrics(self, iteration: int) -> dict[str, float]:
         """The metrics of an iteration by its lines of trained.jsonl."""

@@ -6,10 +6,11 @@ import re
 import shutil
 import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from agl_slime.report.records import read_object, read_regular
 
@@ -41,6 +42,11 @@ def changed_files(directory: Path) -> Iterator[tuple[str, str]]:
     here = {path.name for path in directory.iterdir() if not path.is_dir() and path.name != CHECKSUMS}
     for name in sorted(here - set(sums)):
         yield name, "is not among the files with checksums"
+    yield from other_files(directory, sums, "is not as it was written")
+
+
+def other_files(directory: Path, sums: Mapping[str, Any], text: str) -> Iterator[tuple[str, str]]:
+    """The files whose size and CRC-32 are not as in ``sums``, each with ``text``, or why it cannot be read."""
     for name, checksum in sums.items():
         try:
             content = read_regular(directory / name)
@@ -48,7 +54,7 @@ def changed_files(directory: Path) -> Iterator[tuple[str, str]]:
             yield name, str(error)
             continue
         if checksum != [len(content), zlib.crc32(content)]:
-            yield name, "is not as it was written"
+            yield name, text
 
 
 def read_database(path: Path, *queries: str) -> list[list[tuple]]:

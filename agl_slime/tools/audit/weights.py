@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.records import read_object, read_regular
-from agl_slime.tools.audit.readers import CHECKSUMS
+from agl_slime.report.records import read_object
+from agl_slime.tools.audit.readers import CHECKSUMS, other_files
 
 KEPT = 2  # newest checkpoints; older ones are removed
 _ABOUT = "agl_slime_model.json"
@@ -52,12 +51,6 @@ def model_findings(
             yield f"{name}/{_ABOUT}", f"its iteration is {iteration}, and the last one is {last}"
         if validation is not None and metrics.get(iteration, {}).get("val/reward_mean") != validation:
             yield f"{name}/{_ABOUT}", f"metrics.jsonl has no validation of {validation} in iteration {iteration}"
-        for part in sorted(sums) if name == "model" else ():
-            if part.endswith(_WEIGHTS):
-                try:
-                    content = read_regular(directory / part)
-                except ValueError as error:
-                    yield f"{name}/{part}", str(error)
-                    continue
-                if [len(content), zlib.crc32(content)] != sums[part]:
-                    yield f"{name}/{part}", f"differs from the checkpoint of iteration {iteration}"
+        weights = {part: sums[part] for part in sorted(sums) if name == "model" and part.endswith(_WEIGHTS)}
+        for part, text in other_files(directory, weights, f"differs from the checkpoint of iteration {iteration}"):
+            yield f"{name}/{part}", text
