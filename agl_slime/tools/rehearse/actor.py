@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,20 @@ def register_worker() -> None:
         return chosen(start_port=start_port + first * offset, consecutive=consecutive)
 
     RayActor._get_current_node_ip_and_free_port = staticmethod(separate_ports)
+
+
+def run_script(script: Path, flags: Sequence[str], actor: type, **options: Any) -> None:
+    """Run slime's training script as a program, with a class of actors, on the Ray of these ``options`` of its init."""
+    import slime.ray.placement_group as placement
+
+    placement.create_training_models = partial(placement.create_training_models, actor_cls=actor)
+    ray.init(runtime_env={"worker_process_setup_hook": "agl_slime.tools.rehearse.actor.register_worker"}, **options)
+    sys.argv = [str(script), *flags]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        ray.shutdown()
 
 
 class RehearsalActor(TrainRayActor):

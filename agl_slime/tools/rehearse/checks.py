@@ -54,7 +54,7 @@ class Arguments:
 
     def __init__(self, values: Mapping[str, Any], training: Training) -> None:
         sets = [SimpleNamespace(**dataset) for dataset in values.get("eval_datasets") or ()]
-        self.values = {**values, "driver": Path(training.script).name, "eval_datasets": sets}
+        self.values = {**values, "eval_datasets": sets}
         self.training = training
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class Arguments:
 
     @property
     def asynchronous(self) -> bool:
-        return self.values.get("driver") == "train_async.py"
+        return Path(self.training.script).name == "train_async.py"
 
 
 def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> list[Finding]:

@@ -84,8 +84,6 @@ class Rehearsal:
     """The findings, and the forecasts by change; none when slime's arguments are unknown or sample nothing."""
 
     findings: tuple[Finding, ...]
-    args: Arguments | None = None
-    speeds: Speeds | None = None
     shape: Shape | None = None
     forecasts: tuple[tuple[str, Forecast], ...] = ()
     live: Live | None = None
@@ -108,12 +106,12 @@ def rehearse(
         return Rehearsal(findings)
     args = Arguments(parsed.args, training)
     if not args.rollout_batch_size or args.debug_train_only or "sft" in (args.rollout_function_path or ""):
-        return Rehearsal(findings, args)
+        return Rehearsal(findings)
     try:
         speeds, shape = _measures(args, config)
         forecasts = tuple(compare(speeds, shape))
     except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # values of any type
-        return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
+        return Rehearsal((*findings, Finding("note", f"no forecast: {error}")))
     live = trained = None
     if config.live_steps:
         try:
@@ -127,7 +125,7 @@ def rehearse(
             raise
         except AglSlimeError as error:
             findings = (Finding("breaks", str(error)), *findings)
-    return Rehearsal(findings, args, speeds, shape, forecasts, live, trained)
+    return Rehearsal(findings, shape, forecasts, live, trained)
 
 
 def _train(

@@ -98,11 +98,7 @@ def unread_flags(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, 
     or of ours gives counts as theirs."""
     if not {"megatron.training", "sglang.srt"} <= {*real}:
         scripts = [path for suffix in ("sh", "py") for path in slime_dir.glob(f"*/**/*.{suffix}")]
-        options = (
-            options
-            | _OF_OUR_SCRIPTS
-            | {flag for path in scripts for flag in _FLAG.findall(path.read_text(errors="replace"))}
-        )
+        options = options.union(_OF_OUR_SCRIPTS, *(_FLAG.findall(path.read_text(errors="replace")) for path in scripts))
     names = dict.fromkeys(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
     unread = [flag for flag in names if flag not in options]
     return {flag: nearest(flag, options, cutoff=0.85) for flag in unread}

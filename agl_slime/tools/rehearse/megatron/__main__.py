@@ -9,14 +9,11 @@ Trains the lookup agent in a directory under runs/ by default; flags replace the
 from __future__ import annotations
 
 import argparse
-import functools
 import os
-import runpy
 import sys
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from agl_slime import metric_names as names
 from agl_slime.support.terminal import exit_code_of, print_line
@@ -42,22 +39,11 @@ def prepare() -> Sources:
 
 def run(script: Path, flags: list[str], *, num_gpus: int, actor: str = "MegatronTrainRayActor") -> None:
     """Run a training script as a program, on a Ray of this process with logical GPUs and a class of ``actor.py``."""
-    import ray
-    import slime.ray.placement_group as placement
-
+    from agl_slime.tools.rehearse.actor import run_script
     from agl_slime.tools.rehearse.megatron import actor as actors
 
-    create = placement.create_training_models
-    placement.create_training_models = functools.partial(create, actor_cls=getattr(actors, actor))
-    sizes: dict[str, Any] = {"num_gpus": num_gpus, "num_cpus": num_gpus + 3, "object_store_memory": 150_000_000}
-    hook = {"worker_process_setup_hook": "agl_slime.tools.rehearse.actor.register_worker"}
-    ray.init("local", include_dashboard=False, runtime_env=hook, **sizes)
-    sys.argv = [str(script), *flags]
-    sys.path.insert(0, str(script.parent))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        ray.shutdown()
+    sizes = {"num_gpus": num_gpus, "num_cpus": num_gpus + 3, "object_store_memory": 150_000_000}
+    run_script(script, flags, getattr(actors, actor), address="local", include_dashboard=False, **sizes)
 
 
 def main(words: list[str]) -> int:

@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agl_slime.tools.rehearse.megatron.small import NAMES
+
 
 def model_flags(model: Path) -> list[str]:
     """Megatron's options for a dense checkpoint, as slime's launch scripts give them."""
     config = json.loads((model / "config.json").read_text())
     theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    names = {"num-layers": "num_hidden_layers", "ffn-hidden-size": "intermediate_size", "norm-epsilon": "rms_norm_eps"}
-    names |= {name.replace("_", "-"): name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
-    names |= {"num-query-groups": "num_key_value_heads", "kv-channels": "head_dim"}
-    flags = {flag: config[field] for flag, field in names.items() if field in config} | {"rotary-base": int(theta)}
+    names = NAMES | {"rms_norm_eps": "norm-epsilon"}
+    flags = {flag: config[field] for field, flag in names.items() if field in config} | {"rotary-base": int(theta)}
     switches = "swiglu disable-bias-linear group-query-attention use-rotary-position-embeddings"
     switches += " qk-layernorm" * config["model_type"].startswith("qwen3")
     switches += " untie-embeddings-and-output-weights" * (not config.get("tie_word_embeddings"))

@@ -15,15 +15,15 @@ RANKS = 8
 """The largest world."""
 PARALLEL = {"tensor-model": "tp", "pipeline-model": "pp", "context": "cp", "expert-model": "ep", "expert-tensor": "etp"}
 _LAYERS, _EXPERTS, _WIDTH = 4, 8, 16
-# transformers' names of Megatron's options
-_NAMES = {"hidden_size": "hidden-size", "intermediate_size": "ffn-hidden-size", "num_hidden_layers": "num-layers"}
-_NAMES |= {"num_attention_heads": "num-attention-heads", "num_key_value_heads": "num-query-groups"}
-_NAMES |= {"head_dim": "kv-channels", "vocab_size": "vocab-size", "moe_intermediate_size": "moe-ffn-hidden-size"}
-_NAMES |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), "num-experts")
-_NAMES |= {"num_experts_per_tok": "moe-router-topk", "n_group": "moe-router-num-groups"}
-_NAMES |= {"topk_group": "moe-router-group-topk", "q_lora_rank": "q-lora-rank", "kv_lora_rank": "kv-lora-rank"}
-_NAMES |= {"qk_nope_head_dim": "qk-head-dim", "qk_rope_head_dim": "qk-pos-emb-head-dim", "v_head_dim": "v-head-dim"}
-_NAMES |= {"shared_expert_intermediate_size": "moe-shared-expert-intermediate-size"}
+NAMES = {"hidden_size": "hidden-size", "intermediate_size": "ffn-hidden-size", "num_hidden_layers": "num-layers"}
+NAMES |= {"num_attention_heads": "num-attention-heads", "num_key_value_heads": "num-query-groups"}
+NAMES |= {"head_dim": "kv-channels", "vocab_size": "vocab-size", "moe_intermediate_size": "moe-ffn-hidden-size"}
+NAMES |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), "num-experts")
+NAMES |= {"num_experts_per_tok": "moe-router-topk", "n_group": "moe-router-num-groups"}
+NAMES |= {"topk_group": "moe-router-group-topk", "q_lora_rank": "q-lora-rank", "kv_lora_rank": "kv-lora-rank"}
+NAMES |= {"qk_nope_head_dim": "qk-head-dim", "qk_rope_head_dim": "qk-pos-emb-head-dim", "v_head_dim": "v-head-dim"}
+NAMES |= {"shared_expert_intermediate_size": "moe-shared-expert-intermediate-size"}
+"""Megatron's options by transformers' names."""
 _LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _UNREAD = ["layer_types", "mlp_layer_types", "eos_token_id", "quantization_config", "auto_map", "torch_dtype"]
 _UNREAD += ["dtype", "architectures"]
@@ -172,7 +172,7 @@ def family(values: Mapping[str, str]) -> str:
 def described(values: Mapping[str, str]) -> dict[str, Any]:
     """transformers' configuration of the model that Megatron's options describe, at their sizes."""
     kind = family(values)
-    config: dict[str, Any] = {field: int(values[name]) for field, name in _NAMES.items() if name in values}
+    config: dict[str, Any] = {field: int(values[name]) for field, name in NAMES.items() if name in values}
     config |= {"model_type": kind, "rms_norm_eps": float(values.get("norm-epsilon", 1e-5))}
     config |= {"tie_word_embeddings": "untie-embeddings-and-output-weights" not in values}
     config |= {"attention_bias": "add-qkv-bias" in values, "use_qk_norm": "qk-layernorm" in values}
@@ -213,7 +213,7 @@ def small_config(config: Mapping[str, Any], values: Mapping[str, str], sizes: Ma
         vision = {**_VISION, "out_hidden_size": sizes["hidden-size"]}
         return {**config, **marks, "text_config": text, "vision_config": vision}
     small = {**config}
-    for field, name in _NAMES.items():
+    for field, name in NAMES.items():
         if name in sizes and name in values and isinstance(config.get(field), int):
             ratio = config[field] / int(values[name])
             small[field] = round(sizes[name] * ratio) if ratio != 1 else sizes[name]

@@ -82,12 +82,8 @@ class Linear(_Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.use_bias, self.return_bias = (
-            in_features,
-            out_features,
-            bias,
-            return_bias,
-        )
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = sequence_parallel and tp_size > 1 and parallel_mode is not None
         column, row = parallel_mode == "column", parallel_mode == "row"
@@ -167,12 +163,11 @@ class GroupedLinear(_Module):
             raise NotImplementedError("experts with biases do not run on a CPU: give --disable-bias-linear")
         self.num_gemms, self.use_bias, self.fp8_meta = num_gemms, bias, {"fp8_checkpoint": False, "recipe": None}
         self.in_features, self.out_features = in_features, out_features
+        dim = int(parallel_mode == "row")
         for number in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
             init_method(weight)
-            _parallel().set_tensor_model_parallel_attributes(
-                weight, is_parallel=True, dim=int(parallel_mode == "row"), stride=1
-            )
+            _parallel().set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
             self.register_parameter(f"weight{number}", weight)
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:  # which slime's patch of Megatron extends
