@@ -152,9 +152,11 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
         mask = numbers(row.get("loss_masks"), "iub")
         if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
             continue
-        known = isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards)
+        raw = None
+        if isinstance(raw_rewards, list) and type(place) is int and 0 <= place < len(raw_rewards):
+            raw = raw_rewards[place]
         figures: dict[str, Any] = {name: numbers(row.get(key), "f", length=length) for name, key in _COLUMNS.items()}
-        figures |= {"reward": _number(row.get("rewards")), "raw_reward": _finite(raw_rewards[place] if known else None)}
+        figures |= {"reward": _number(row.get("rewards")), "raw_reward": _finite(raw)}
         yield key_of(tokens, length), TrainedRow(mask=mask.astype(bool), **figures)
 
 
