@@ -322,10 +322,8 @@ def _settings(config: EvalConfig, run_settings: dict[str, Any]) -> TrainConfig:
     if (env := flags.get("env") or (None if "agent" in flags else run_settings.get("env"))) is not None:
         inherited.pop("agent", None)
         if "env" not in flags:
-            environment_fields = {name: run_settings[name] for name in ENV_FIELDS if run_settings.get(name) is not None}
-            inherited |= {
-                name: tuple(value) if isinstance(value, list) else value for name, value in environment_fields.items()
-            }
+            known = {name: value for name in ENV_FIELDS if (value := run_settings.get(name)) is not None}
+            inherited |= {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
             paths = {name: run_settings.get(name) for name in ("env_python", "eval_tasks")}
             inherited |= {name: Path(path) for name, path in paths.items() if path}
         flags["env"] = env

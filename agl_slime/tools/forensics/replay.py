@@ -194,9 +194,8 @@ def _batches(lines: Iterable[Mapping[str, Any]], first: int, last: int) -> dict[
 def _lines_of_rollouts(run: RunDir, batches: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
     trained = {rollout for groups in batches.values() for group in groups for rollout in group["rollouts"]}
     lines = iter_jsonl(run.rollouts) if run.rollouts.is_file() else ()
-    by_rollout: dict[str, Mapping[str, Any]] = {
-        str(line["rollout_id"]): line for line in lines if line["rollout_id"] in trained
-    }
+    kept = (line for line in lines if line["rollout_id"] in trained)
+    by_rollout: dict[str, Mapping[str, Any]] = {str(line["rollout_id"]): line for line in kept}
     if missing := len(trained - {*by_rollout}):
         raise ConfigError(f"{missing} of {len(trained)} rollouts are not kept; train with --keep-rollouts all")
     return by_rollout

@@ -50,9 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     ours, env_flags = split_env_flags(arguments)
     env_options = {"env_arguments": env_flags or None}
     config = parse_command(TryCommand, _RUN_SETTINGS, prog="agl-slime try", arguments=ours, **env_options)
-    options = {
-        each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("agent", "settings")
-    }
+    names = {each.name for each in fields(config)} - {"agent", "settings"}
+    options = {name: getattr(config, name) for name in names}
     asyncio.run(try_task(config.agent, **options, **config.settings))
 
 
@@ -154,9 +153,8 @@ def _text(message: Mapping[str, Any]) -> str:
         texts = (part if isinstance(part, Mapping) else {"text": part} for part in content)
         content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in texts)
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
-    return " ".join(
-        [*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]
-    )
+    called = [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+    return " ".join([str(content), *called] if content else called)
 
 
 def _count(value: Any) -> str:
