@@ -391,7 +391,8 @@ def _size(count: float) -> str:
 
 def _eos_ids(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
     listed = [getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)]
-    return frozenset().union(*(ids if isinstance(ids, (list, tuple)) else (ids,) for ids in listed)) - {None}
+    ids = (i for each in listed for i in (each if isinstance(each, (list, tuple)) else (each,)))
+    return frozenset(i for i in ids if i is not None)
 
 
 def _resolve(future: Future[T], function: Callable[[], T]) -> None:
