@@ -10,14 +10,16 @@ One scheduler object serves all concurrent rollouts of an agent: keep the state 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
+S = TypeVar("S", bound=Callable[..., Any])
 
 
 class StopReason(StrEnum):
@@ -159,5 +161,6 @@ schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
 multi_turns = schedulers  # ms-swift's name: multi_turns["name"] = MyScheduler
 
 
-register_scheduler = schedulers.register
-"""A decorator that registers a scheduler for ``--multi-turn-scheduler name``."""
+def register_scheduler(name: str) -> Callable[[S], S]:
+    """A decorator that registers a scheduler for ``--multi-turn-scheduler name``."""
+    return schedulers.register(name)

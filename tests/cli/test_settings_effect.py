@@ -166,7 +166,8 @@ def autopsy(config: TrainConfig) -> Any:
     async def made() -> Any:
         async with AsyncExitStack() as stack:
             trainer, weights = SimpleNamespace(score=None, computes_in=""), SimpleNamespace(directory=None, dtype="")
-            others: Any = (trainer, None, weights, SimpleNamespace(warn=None))
+            tokenizer = SimpleNamespace(decode=str)
+            others: Any = (trainer, tokenizer, weights, SimpleNamespace(warn=None))
             made = await local._step_observer(stack, config, RunDir(Path("run")), URL, *others)
             return made and made.turns
 
