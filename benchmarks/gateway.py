@@ -9,9 +9,8 @@ the limit of such an agent: the same runner, agent and client, without a gateway
 few bytes as long after. The time of ``openai`` on httpx is httpx's: its pool walks over all connections for each
 request (``openai[aiohttp]`` does not).
 
-Per call: one request after the other, and 32 at a time, to the engine's ``/v1/chat/completions`` and through the
-gateway to the same engine, 8 tokens each: the embedded engine, or the one at ``--sglang-url``, which serves
-``--model-path``.
+Per call, with ``--sglang-url``: one request after the other, and 32 at a time, to the ``/v1/chat/completions`` of a
+SGLang that serves ``--model-path`` and through the gateway to the same SGLang, 8 tokens each.
 """
 
 from __future__ import annotations
@@ -42,11 +41,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="rollouts per place in flight")
     parser.add_argument("--calls", type=int, default=1000, help="how many, each way")
     parser.add_argument("--quick", action="store_true", help="two rounds, fewer calls")
-    parser.add_argument("--cases", nargs="*", default=[*AGENTS, "calls"], choices=[*AGENTS, "calls"])
+    parser.add_argument("--cases", nargs="*", choices=[*AGENTS, "calls"])
     parser.add_argument("--sglang-url", help="a running SGLang, for the calls")
     parser.add_argument("--model-path", help="the checkpoint that it serves")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.cases is None:
+        options.cases = [*AGENTS, "calls"] if options.sglang_url else [*AGENTS]
+    elif "calls" in options.cases and not options.sglang_url:
+        parser.error("--cases calls needs --sglang-url: the embedded engine has no chat completions of its own")
     rounds = 3 if options.quick else options.rounds
     if options.case:
         quiet()
@@ -86,8 +89,7 @@ def main() -> int:
             ("through the gateway", "gateway 32", 32),
         )
     ]
-    engine = "SGLang" if options.sglang_url else "embedded engine"
-    print_table(f"A call of 8 tokens, {engine}", ["", "at once", "p50 ms", "p99 ms"], rows)
+    print_table("A call of 8 tokens, SGLang", ["", "at once", "p50 ms", "p99 ms"], rows)
     return 0
 
 
@@ -184,21 +186,15 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
     return {"rate": rate, "cpu_ms": 1e3 * cpu / (count * rounds), "load": os.getloadavg()[0]}
 
 
-def calls(count: int, url: str | None, model: str | None) -> dict[str, Any]:
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
-    from agl_slime.cli.demo import LOOKUP_POLICY
-    from agl_slime.engine import EmbeddedEngine
+def calls(count: int, url: str, model: str) -> dict[str, Any]:
     from agl_slime.gateway.server import Gateway
     from agl_slime.support.agl import LLM
 
     found: dict[str, Any] = {}
-    started: Any = nullcontext(SimpleNamespace(url=url)) if url else EmbeddedEngine(LOOKUP_POLICY)
-    with started as engine, Gateway() as gateway:
-        llm = LLM(endpoint=engine.url, model=model or str(LOOKUP_POLICY), sampling_parameters={"max_new_tokens": 8})
+    with Gateway() as gateway:
+        llm = LLM(endpoint=url, model=model, sampling_parameters={"max_new_tokens": 8})
         for at_once in (1, 32):
-            found[f"engine {at_once}"] = asyncio.run(timed([f"{engine.url}/v1"], count, at_once))
+            found[f"engine {at_once}"] = asyncio.run(timed([f"{url}/v1"], count, at_once))
             opened = [gateway.open(f"ro-{at_once}-{n}", "at", {"main_llm": llm}, lambda *_: None) for n in range(count)]
             urls = [served["main_llm"].endpoint for _, served in opened]  # type: ignore[union-attr]
             found[f"gateway {at_once}"] = asyncio.run(timed(urls, count, at_once))

@@ -21,8 +21,14 @@ from collections.abc import Callable
 from functools import cache, partial
 
 
+def prompt_length(body: bytes) -> int:
+    """The number of ids in the ``input_ids`` of a request, which the client compares with the answer's."""
+    start = body.find(b'"input_ids"')
+    return body.count(b",", start, body.find(b"]", start)) + 1
+
+
 @cache
-def answer(tokens: int, version: str) -> bytes:
+def answer(prompt_tokens: int, tokens: int, version: str) -> bytes:
     rng = random.Random(0)
     pairs = [[-rng.random(), rng.randrange(10, 250), None] for _ in range(tokens)]
     body = {
@@ -31,7 +37,7 @@ def answer(tokens: int, version: str) -> bytes:
         "meta_info": {
             "id": "r",
             "finish_reason": {"type": "stop", "matched": None},
-            "prompt_tokens": 32,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": tokens,
             "cached_tokens": 0,
             "weight_version": version,
@@ -73,7 +79,7 @@ class Desk:
 
     def ask(self, path: bytes, body: bytes, send: Callable[[bytes], None]) -> None:
         if (chat := path.endswith(b"/chat/completions")) or path == b"/generate":
-            self._waiting.append(partial(self._answer, send, chat))
+            self._waiting.append(partial(self._answer, send, 0 if chat else prompt_length(body)))
             self._start()
         elif path == b"/update_weights_from_disk":
             self._version = str(json.loads(body)["weight_version"])
@@ -109,8 +115,9 @@ class Desk:
         one()
         self._start()
 
-    def _answer(self, send: Callable[[bytes], None], chat: bool) -> None:
-        send(completion(self._tokens) if chat else answer(self._tokens, self._version))
+    def _answer(self, send: Callable[[bytes], None], prompt_tokens: int) -> None:
+        """``prompt_tokens`` are 0 for a chat completion."""
+        send(answer(prompt_tokens, self._tokens, self._version) if prompt_tokens else completion(self._tokens))
 
     def _info(self) -> bytes:
         info = {"model_path": "scripted", "weight_version": self._version, "is_generation": True}
