@@ -177,6 +177,19 @@ class BridgeStore(InMemoryLightningStore):
             self.collections.unqueue(rollout_id)
             return await self.start_attempt(rollout_id, worker_id)
 
+    async def enqueue_rollout(self, input: Any, *args: Any, **kwargs: Any) -> Rollout:
+        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        if self.served:
+            check_sendable(input)
+        return await super().enqueue_rollout(input, *args, **kwargs)
+
+    async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
+        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        if self.served:
+            for task in {id(request.input): request.input for request in rollouts}.values():
+                check_sendable(task)
+        return await super().enqueue_many_rollouts(rollouts)
+
     async def enqueue_as(self, request: EnqueueRolloutRequest, *, rollout_id: str | None) -> Rollout:
         """Enqueue under ``rollout_id``, which must be new; ``None`` generates one."""
         fields = {name: getattr(request, name) for name in ("input", "mode", "resources_id", "config", "metadata")}
@@ -326,13 +339,6 @@ class BridgeStore(InMemoryLightningStore):
 
     def _delivers_to(self, worker_id: str | None) -> bool:
         return not self._backpressure and worker_id not in self._ended_workers
-
-    async def _enqueue_many_rollouts(self, rollouts: Sequence[Rollout]) -> None:  # type: ignore[override]
-        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
-        if self.served:
-            for task in {id(rollout.input): rollout.input for rollout in rollouts}.values():
-                check_sendable(task)
-        await super()._enqueue_many_rollouts(rollouts)
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         update = await super().add_resources(resources)

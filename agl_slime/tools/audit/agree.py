@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agl_slime.errors import ConfigError
-from agl_slime.report.records import SHAPES, Line, read_lines, read_object, read_regular
+from agl_slime.report.records import SHAPES, Line, read_lines, read_object
 from agl_slime.tools.audit.figures import group_metrics, recompute_digest, same, scores_of, start_versions
 from agl_slime.tools.audit.readers import broken_lines, changed_files, read_database
 from agl_slime.tools.audit.weights import missing_checkpoints, model_findings, steps_of
@@ -160,8 +160,11 @@ class _Auditor:
                     self._report(location, f"iteration {iteration} comes after iteration {last}")
                 lines.append((location, line))
                 last = iteration
-            if (content := read_regular(path)) and not content.endswith(b"\n"):
-                self.incomplete[name] = len(lines) + 1
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                if file.read() not in (b"", b"\n"):
+                    self.incomplete[name] = len(lines) + 1
         except ValueError as error:
             self._report(name, str(error))
         return lines
