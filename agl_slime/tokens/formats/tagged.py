@@ -148,7 +148,6 @@ class QwenXmlParser(TaggedParser):
     ends_thinking = True
     template_marks = ("<function=",)
     head = re.compile(r"([^>\s]+)\s*>")
-    starts = head
     key = re.compile(r"\s*<parameter=([^>\s]+)\s*>")
     value_end, open_last = "</parameter>", True
     call_grammar = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
@@ -196,7 +195,6 @@ class HunyuanParser(TaggedParser):
     ends_thinking = True
     template_marks = ("<arg_key:opensource>", "<tool_call:opensource>")
     head = re.compile(r"\s*([^\s<]+)\s*<tool_sep:opensource>")
-    starts = head
     key = re.compile(r"\s*<arg_key:opensource>(.*?)</arg_key:opensource>\s*<arg_value:opensource>", re.DOTALL)
     value_end = "</arg_value:opensource>"
 
@@ -210,7 +208,6 @@ class MiniMaxParser(TaggedParser):
     ends_thinking = True
     template_marks = ("<minimax:tool_call>",)
     head = re.compile(r'([^">]+)">')
-    starts = head
     key = re.compile(r'\s*<parameter name="([^"]+)">')
     value_end = "</parameter>"
     call_grammar = '<invoke name="NAME">\n', "\n</invoke>", "minimax_xml"
@@ -229,7 +226,6 @@ class DsmlParser(TaggedParser):
     closing = "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"
     template_marks = inner = ("｜DSML｜",)
     head = re.compile(r'([^">]+)">')
-    starts = head
     key = re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>')
     value_end = "</｜DSML｜parameter>"
     call_grammar = '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>", "deepseek_xml"
