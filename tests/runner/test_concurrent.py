@@ -54,10 +54,14 @@ async def test_slow_starting_agents_do_not_delay_each_others_connections() -> No
 
 
 async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -> None:
-    together = Concurrency()
+    together, many = Concurrency(), asyncio.Event()
 
     async def work(task: int) -> None:
         with together.counted():
+            if together.most > 50:
+                many.set()
+            async with asyncio.timeout(20):  # a loaded machine starts rollouts more slowly than they would end
+                await many.wait()
             rng = random.Random(task)
             await asyncio.sleep(rng.random() * 0.05)
 
